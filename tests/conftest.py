@@ -1,0 +1,28 @@
+"""Options of the contract tests, and an environment that holds no deployment of Whitney.
+
+pytest reads options only from a conftest that it finds before it collects, so they stand here, not in contract/.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("contract", "the black-box tests of the HTTP contract; default: the embedded service")
+    group.addoption("--contract-url", help="base URL of another deployment; what it runs may be billed")
+    group.addoption("--contract-key", help="its API key")
+    group.addoption("--contract-provider", default="modal", help="provider of the sessions (default: modal)")
+    group.addoption("--contract-model", default="byte-lm", help="model of the runs (default: byte-lm)")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_whitney_environment() -> Iterator[None]:
+    """No test may reach, or be billed by, the deployment of whoever runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WHITNEY_")]:
+            patch.delenv(name)
+        yield

@@ -1,0 +1,54 @@
+"""A client for Whitney's training API that needs only the standard library, and the helpers that build its JSON.
+
+``examples/rl_loop.py`` is the reference loop; ``whitney_loop.local`` is a service to rehearse on.
+"""
+
+from whitney_loop.advantages import (
+    all_zero,
+    group_mean_advantages,
+    kl_adjust_advantages,
+    leave_one_out_baseline,
+    length_normalize,
+)
+from whitney_loop.build_loss import BuildLoss, LoopContext, NoGradientSignal
+from whitney_loop.datums import Datum, Tensor, rl_datum, sft_datum, tensor
+from whitney_loop.losses import (
+    LOSS_CONFIG_KEYS,
+    LOSS_SUPPORT,
+    require_advertised_loss,
+    require_loss_config,
+)
+from whitney_loop.payloads import (
+    adamw_optimizer,
+    check_payload,
+    forward_backward_payload,
+    logprobs_request,
+    sample_request,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LOSS_CONFIG_KEYS",
+    "LOSS_SUPPORT",
+    "BuildLoss",
+    "Datum",
+    "LoopContext",
+    "NoGradientSignal",
+    "Tensor",
+    "adamw_optimizer",
+    "all_zero",
+    "check_payload",
+    "forward_backward_payload",
+    "group_mean_advantages",
+    "kl_adjust_advantages",
+    "leave_one_out_baseline",
+    "length_normalize",
+    "logprobs_request",
+    "require_advertised_loss",
+    "require_loss_config",
+    "rl_datum",
+    "sample_request",
+    "sft_datum",
+    "tensor",
+]

@@ -1,0 +1,131 @@
+"""Advantage estimators: from the rewards of one group of completions (same prompt) to advantages.
+
+Numbers may be Python's, or scalars and arrays of numpy or torch; plain floats come out. A number that is
+not finite is an error that names its position. Rewards that are all equal give exactly 0.0 each: equality is
+decided on the rewards, since their float mean leaves a residue that looks like a signal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+_LEAST_DEVIATION = 1e-6  # below it, dividing would amplify rounding into advantages
+_LARGEST_REWARD = 1e150  # the square of a larger one is no float
+
+
+def group_mean_advantages(rewards: Iterable[float], *, normalize_std: bool = False) -> list[float]:
+    """Reward minus the mean of its group, one advantage per reward.
+
+    With ``normalize_std`` divided by the population standard deviation where that is at least 1e-6 (standard GRPO);
+    without, the centred value (Dr. GRPO). Raises ValueError for fewer than two rewards, and with the
+    position for one that is not finite. Source: GRPO, arXiv 2402.03300; Whitney, "Advantage helpers".
+    """
+    rewards = _group(rewards)
+    if _all_equal(rewards):
+        return [0.0] * len(rewards)
+    mean = sum(rewards) / len(rewards)
+    centered = [reward - mean for reward in rewards]
+    if not normalize_std:
+        return centered
+    deviation = (sum(value * value for value in centered) / len(centered)) ** 0.5
+    if deviation < _LEAST_DEVIATION:
+        return centered
+    return [value / deviation for value in centered]
+
+
+def all_zero(advantages: Iterable[float]) -> bool:
+    """True where no advantage differs from 0: the group carries no gradient signal.
+
+    Raises ValueError with the position of an advantage that is not finite. Source: Whitney, "Advantage helpers".
+    """
+    return all(value == 0 for value in _numbers(advantages, "advantages"))
+
+
+def leave_one_out_baseline(rewards: Iterable[float]) -> list[float]:
+    """RLOO: each reward minus the mean of the other rewards of its group; these are the advantages.
+
+    Raises ValueError for fewer than two rewards, and with the position for one that is not finite.
+    Source: RLOO, arXiv 2402.14740; Whitney, "Advantage helpers".
+    """
+    rewards = _group(rewards)
+    if _all_equal(rewards):
+        return [0.0] * len(rewards)
+    total = sum(rewards)
+    return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+
+
+def length_normalize(advantage: float, completion_length: int) -> float:
+    """The advantage divided by the completion's length in tokens, so that long ones weigh no more than short ones.
+
+    Raises ValueError where ``completion_length`` is below 1 or the advantage is not finite. Source: Whitney,
+    "Advantage helpers".
+    """
+    length = _number(completion_length, "completion_length")
+    if length <= 0:
+        raise ValueError(f"completion_length is {completion_length!r}, expected at least one token")
+    return _number(advantage, "advantage") / length
+
+
+def kl_adjust_advantages(
+    advantages: Iterable[float],
+    sampled_logprobs: Iterable[float],
+    reference_logprobs: Iterable[float],
+    *,
+    kl_coef: float,
+) -> list[float]:
+    """Per token: advantage − kl_coef · (sampled logprob − reference logprob), the immediate penalty only.
+
+    All three have one entry per completion token; logprobs in nats. Raises ValueError where lengths differ, and with
+    the position for a number that is not finite (a ``logprobs`` result starts with None: cut the prompt off first).
+    Source: Whitney, "Advantage helpers".
+    """
+    coefficient = _number(kl_coef, "kl_coef")
+    plain = _numbers(advantages, "advantages")
+    sampled = _numbers(sampled_logprobs, "sampled_logprobs")
+    reference = _numbers(reference_logprobs, "reference_logprobs")
+    if not len(plain) == len(sampled) == len(reference):
+        raise ValueError(
+            f"advantages has {len(plain)} entries, sampled_logprobs {len(sampled)} and reference_logprobs "
+            f"{len(reference)}; expected one each per completion token"
+        )
+    return [a - coefficient * (q - p_ref) for a, q, p_ref in zip(plain, sampled, reference, strict=True)]
+
+
+def _group(rewards: Any) -> list[float]:
+    numbers = _numbers(rewards, "rewards")
+    if len(numbers) < 2:
+        raise ValueError(f"rewards has {len(numbers)} entries; a group needs at least two (num_samples ≥ 2)")
+    for index, number in enumerate(numbers):
+        if abs(number) > _LARGEST_REWARD:
+            raise ValueError(f"rewards[{index}] is {number!r}, expected one between -1e150 and 1e150")
+    return numbers
+
+
+def _all_equal(numbers: list[float]) -> bool:
+    return all(number == numbers[0] for number in numbers)
+
+
+def _numbers(values: Any, where: str) -> list[float]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{where} is {values!r:.80}, expected a sequence of numbers")
+    return [_number(value, f"{where}[{index}]") for index, value in enumerate(values)]
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except OverflowError:  # an integer beyond every float
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: torch, of several elements
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{where} is {_show(value)}, expected a finite number")
+    return number
+
+
+def _show(value: Any) -> str:
+    text = f"of type {type(value).__name__}" if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

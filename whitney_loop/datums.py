@@ -1,0 +1,164 @@
+"""Tensors and datums: what one training example looks like on the wire.
+
+A datum of prompt P and completion T holds N = P + T − 1 input tokens; its targets are the same tokens one position
+further on, and every tensor has N entries. Positions whose target is a prompt token carry 0 throughout. Numbers may be
+Python's, or scalars and arrays of numpy or torch; what comes out is plain Python, ready for JSON.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict
+
+
+class Tensor(TypedDict):
+    """One dense tensor. ``dtype`` is ``int64`` or ``float32``, ``shape`` is ``[len(values)]``."""
+
+    dtype: str
+    shape: list[int]
+    values: list[int] | list[float]
+
+
+class Datum(TypedDict):
+    """One training example: ``input`` is ``{"token_ids": [N ints]}``, ``loss_inputs`` maps a name to its tensor."""
+
+    input: dict[str, list[int]]
+    loss_inputs: dict[str, Tensor]
+
+
+def tensor(dtype: str, values: Iterable[Any]) -> Tensor:
+    """A tensor of one dimension from numbers: integers ≥ 0 for ``int64``, finite numbers for ``float32``.
+
+    Raises ValueError with the position of a value that is neither, and for another dtype.
+    Source: Whitney, "Datum helpers".
+    """
+    if dtype not in ("int64", "float32"):
+        raise ValueError(f"dtype is {dtype!r}, expected 'int64' (token ids) or 'float32' (everything else)")
+    numbers = _token_ids(values, "values") if dtype == "int64" else _numbers(values, "values")
+    return {"dtype": dtype, "shape": [len(numbers)], "values": numbers}
+
+
+def sft_datum(prompt_tokens: Iterable[int], completion_tokens: Iterable[int]) -> Datum:
+    """A ``cross_entropy`` datum that supervises the completion only: weight 0 on the prompt, 1 on the completion.
+
+    The prompt has at least one token and both together at least two; a completion of none gives a datum whose
+    weights are all 0. Raises ValueError otherwise. Source: Whitney, "Datum helpers".
+    """
+    prompt = _token_ids(prompt_tokens, "prompt_tokens")
+    completion = _token_ids(completion_tokens, "completion_tokens")
+    inputs, targets, padding = _rightshift(prompt, completion)
+    return {
+        "input": {"token_ids": inputs},
+        "loss_inputs": {
+            "target_tokens": tensor("int64", targets),
+            "weights": tensor("float32", padding + [1.0] * len(completion)),
+        },
+    }
+
+
+def rl_datum(
+    prompt_tokens: Iterable[int],
+    sampled_tokens: Iterable[int],
+    sampled_logprobs: Iterable[float],
+    advantage: float | Iterable[float],
+    *,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+) -> Datum:
+    """A datum for ``importance_sampling`` and its family, from one sampled completion.
+
+    ``sampled_logprobs`` has one entry (in nats) per sampled token. ``advantage`` is one number for the whole
+    completion, or one per sampled token. ``clip_low`` ≤ 1 ≤ ``clip_high`` are probability *ratios* (0.8 and 1.2),
+    sent as per-token tensors, which only Tinker takes; on Modal leave both out and use ``loss_config``.
+    Raises ValueError, with the position, for numbers that are not finite, lengths that do not match, an empty
+    prompt, fewer than two tokens, and epsilons given as ratios. Source: Whitney, "Datum helpers".
+    """
+    prompt = _token_ids(prompt_tokens, "prompt_tokens")
+    completion = _token_ids(sampled_tokens, "sampled_tokens")
+    inputs, targets, padding = _rightshift(prompt, completion)
+    length = len(completion)
+    logprobs = _numbers(sampled_logprobs, "sampled_logprobs", length)
+    advantages = _one_per_token(advantage, "advantage", length)
+    per_token = {"weights": [1.0] * length, "logprobs": logprobs, "advantages": advantages}
+    if clip_low is not None:
+        per_token["clip_low_threshold"] = [_ratio(clip_low, "clip_low", at_most_one=True)] * length
+    if clip_high is not None:
+        per_token["clip_high_threshold"] = [_ratio(clip_high, "clip_high", at_most_one=False)] * length
+    loss_inputs = {"target_tokens": tensor("int64", targets)}
+    loss_inputs |= {name: tensor("float32", padding + values) for name, values in per_token.items()}
+    return {"input": {"token_ids": inputs}, "loss_inputs": loss_inputs}
+
+
+def _rightshift(prompt: list[int], completion: list[int]) -> tuple[list[int], list[int], list[float]]:
+    """(inputs, targets, zeros for the positions whose target is a prompt token)."""
+    if not prompt:
+        raise ValueError("prompt_tokens is empty; a datum needs at least one prompt token (a BOS token will do)")
+    tokens = prompt + completion
+    if len(tokens) < 2:
+        raise ValueError("prompt_tokens and completion_tokens have one token together; a datum needs at least two")
+    return tokens[:-1], tokens[1:], [0.0] * (len(prompt) - 1)
+
+
+def _one_per_token(value: Any, where: str, length: int) -> list[float]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return _numbers(value, where, length)
+    return [_number(value, where)] * length
+
+
+def _ratio(value: Any, where: str, *, at_most_one: bool) -> float:
+    ratio = _number(value, where)
+    if ratio > 1 if at_most_one else ratio < 1:
+        raise ValueError(
+            f"{where} is {ratio!r}, expected at {'most' if at_most_one else 'least'} 1: clip thresholds are "
+            "probability ratios, not epsilons (for an epsilon of 0.2 pass clip_low=0.8, clip_high=1.2)"
+        )
+    return ratio
+
+
+def _numbers(values: Any, where: str, length: int | None = None) -> list[float]:
+    numbers = [_number(value, f"{where}[{index}]") for index, value in enumerate(_listed(values, where))]
+    if length is not None and len(numbers) != length:
+        raise ValueError(
+            f"{where} has {len(numbers)} entries, but there are {length} sampled tokens; expected one each"
+        )
+    return numbers
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch, of several elements
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{where} is {_show(value)}, expected a finite number")
+    return number
+
+
+def _token_ids(values: Any, where: str) -> list[int]:
+    return [_token_id(value, f"{where}[{index}]") for index, value in enumerate(_listed(values, where))]
+
+
+def _token_id(value: Any, where: str) -> int:
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        token = -1 if isinstance(plain, bool) else operator.index(plain)
+    except (TypeError, ValueError, RuntimeError):
+        token = -1
+    if token < 0:
+        raise ValueError(f"{where} is {_show(value)}, expected a token id: an integer of at least 0")
+    return token
+
+
+def _listed(values: Any, where: str) -> Sequence[Any]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{where} is {_show(values)}, expected a sequence of numbers")
+    return list(values)
+
+
+def _show(value: Any) -> str:
+    text = f"of type {type(value).__name__}" if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,87 @@
+"""Which loss each provider takes, and with which ``loss_config``: the tables, and the two gates that read them.
+
+The tables are Whitney's documentation (page "Loop building blocks"), a hint that saves a wasted allocation: the
+capabilities endpoint holds no list of losses. Tinker's row of config keys is this project's reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+LOSS_SUPPORT: dict[str, frozenset[str]] = {
+    "modal": frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "ppo_critic", "dppo"}),
+    "tinker": frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
+}
+
+LOSS_CONFIG_KEYS: dict[str, frozenset[str]] = {
+    "cross_entropy": frozenset(),
+    "importance_sampling": frozenset(),
+    "ppo": frozenset({"clip_low_threshold", "clip_high_threshold", "value_clip"}),
+    "gspo": frozenset({"clip_low_threshold", "clip_high_threshold"}),
+    "cispo": frozenset({"clip_low_threshold", "clip_high_threshold"}),
+    "ppo_critic": frozenset({"value_clip"}),
+    "dppo": frozenset({"delta_low", "delta_high"}),
+}
+"""Modal's keys. An empty set: the loss takes no ``loss_config`` at all."""
+
+_FLOAT32_MAX = 3.4028234663852886e38  # beyond it a provider's float32 is infinite
+
+_TINKER_CONFIG_KEYS: dict[str, frozenset[str]] = {"dro": frozenset({"beta"})}
+
+
+def require_advertised_loss(
+    provider: str, loss_function: str, support: Mapping[str, Collection[str]] = LOSS_SUPPORT
+) -> None:
+    """Refuse a loss that Whitney does not forward to this provider, before anything is allocated.
+
+    Raises ValueError that names what the provider has. Source: Whitney, "Requiring an advertised loss".
+    """
+    supported = support.get(provider) if isinstance(provider, str) else None
+    if supported is None:
+        raise ValueError(f"provider {provider!r} is not known; known: {', '.join(sorted(support))}")
+    if not isinstance(loss_function, str) or loss_function not in supported:
+        raise ValueError(
+            f"loss_function {loss_function!r} is not advertised by {provider}; it has "
+            f"{', '.join(sorted(supported))}. Do not replace one algorithm by another: choose a provider that has it"
+        )
+
+
+def require_loss_config(provider: str, loss_function: str, loss_config: Mapping[str, object]) -> None:
+    """Refuse a ``loss_config`` that the provider would refuse, or that can not mean what it says.
+
+    Keys: ``LOSS_CONFIG_KEYS`` on Modal; on Tinker ``beta`` for ``dro`` and nothing else, since clip ranges are
+    per-token tensors there. Values: finite numbers; ``clip_low_threshold`` in 0…1 and ``clip_high_threshold``
+    ≥ 1, ratios and not epsilons; every other key ≥ 0. Raises ValueError that names the key.
+    """
+    require_advertised_loss(provider, loss_function)
+    if not isinstance(loss_config, Mapping):
+        raise ValueError(f"loss_config is {type(loss_config).__name__}, expected an object; {{}} for none")
+    keys = _TINKER_CONFIG_KEYS if provider == "tinker" else LOSS_CONFIG_KEYS
+    allowed = keys.get(loss_function, frozenset())
+    for key, value in loss_config.items():
+        if key not in allowed:
+            raise ValueError(
+                f"loss_config.{key} is no key of {loss_function} on {provider}; it takes "
+                f"{', '.join(sorted(allowed)) or 'no keys'}{_remedy(provider, key)}"
+            )
+        _require_config_value(key, value)
+
+
+def _remedy(provider: str, key: str) -> str:
+    if provider == "tinker" and key in ("clip_low_threshold", "clip_high_threshold"):
+        return ". Clip ranges are tensors of the datum there: rl_datum(…, clip_low=…, clip_high=…)"
+    return ""
+
+
+def _require_config_value(key: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"loss_config.{key} is of type {type(value).__name__}, expected a plain number")
+    if not abs(value) <= _FLOAT32_MAX:
+        raise ValueError(f"loss_config.{key} is not finite, or beyond float32; expected a finite number")
+    if value < 0:
+        raise ValueError(f"loss_config.{key} is {value!r}, expected a number of at least 0")
+    if (key == "clip_low_threshold" and value > 1) or (key == "clip_high_threshold" and value < 1):
+        raise ValueError(
+            f"loss_config.{key} is {value!r}, but thresholds are ratios around 1, not epsilons: "
+            "for an epsilon of 0.2 pass clip_low_threshold 0.8 and clip_high_threshold 1.2"
+        )

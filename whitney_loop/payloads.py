@@ -1,0 +1,314 @@
+"""The JSON primitives of an operation's payload: builders, and the checks that a body must pass before it is sent.
+
+A builder assembles and a ``check_…`` judges. The embedded service refuses with these same checks, so a payload
+that passes here is refused nowhere for its form. Every message starts with the path of what is wrong:
+``data[3].loss_inputs.logprobs.values[17]``.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from whitney_loop.losses import require_advertised_loss, require_loss_config
+
+_POLICY_INPUTS = frozenset({"target_tokens", "weights", "logprobs", "advantages"})
+
+REQUIRED_LOSS_INPUTS: dict[str, frozenset[str]] = {
+    "cross_entropy": frozenset({"target_tokens", "weights"}),
+    "importance_sampling": _POLICY_INPUTS,
+    "ppo": _POLICY_INPUTS,
+    "cispo": _POLICY_INPUTS,
+    "gspo": _POLICY_INPUTS,
+    "dro": _POLICY_INPUTS,
+    "dppo": _POLICY_INPUTS,
+    "ppo_critic": frozenset({"target_tokens", "weights", "values", "returns"}),
+}
+"""Loss → the tensors that each datum must have. A ``forward`` of ``ppo_critic`` asks for values, so it needs none."""
+
+_CLIP_TENSORS = frozenset({"clip_low_threshold", "clip_high_threshold"})
+_KNOWN_TENSORS = frozenset().union(*REQUIRED_LOSS_INPUTS.values()) | _CLIP_TENSORS
+_DTYPES = {name: "int64" if name == "target_tokens" else "float32" for name in _KNOWN_TENSORS}
+
+_INT64_MAX = 2**63 - 1
+_FLOAT32_MAX = 3.4028234663852886e38  # beyond it a provider's float32 is infinite
+
+_RANGES: dict[str, Callable[[float], bool]] = {
+    "at least 0": lambda number: number >= 0,
+    "at least 0 (0 is off)": lambda number: number >= 0,
+    "above 0": lambda number: number > 0,
+    "at least 0 and below 1": lambda number: 0 <= number < 1,
+    "above 0 and at most 1": lambda number: 0 < number <= 1,
+}
+_SAMPLING_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+_OPTIMIZER_RANGES = {
+    "learning_rate": "at least 0",
+    "beta1": "at least 0 and below 1",
+    "beta2": "at least 0 and below 1",
+    "eps": "above 0",
+    "weight_decay": "at least 0",
+    "grad_clip_norm": "at least 0 (0 is off)",
+}
+
+
+def forward_backward_payload(
+    data: Sequence[Mapping[str, Any]],
+    loss_function: str,
+    loss_config: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Assemble a ForwardPayload ``{data, loss_function, loss_config}``; ``check_payload`` is what judges it.
+
+    Raises ValueError where ``data`` is empty. Source: Whitney, "Building a forward payload".
+    """
+    data = list(data)
+    if not data:
+        raise ValueError("data is empty; forward_backward needs at least one datum")
+    return {"data": data, "loss_function": loss_function, "loss_config": dict(loss_config or {})}
+
+
+def adamw_optimizer(
+    learning_rate: float,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_clip_norm: float = 0.0,
+) -> dict[str, Any]:
+    """The ``optimizer`` of an ``optim_step``. Every field is sent, since the defaults of providers differ.
+
+    ``learning_rate``, ``weight_decay`` ≥ 0; betas in [0, 1); ``eps`` > 0; ``grad_clip_norm`` the largest global
+    norm of the gradient, 0 for no clipping. Raises ValueError that names the field.
+    """
+    optimizer = {
+        "type": "adamw",
+        "learning_rate": _plain(learning_rate),
+        "beta1": _plain(beta1),
+        "beta2": _plain(beta2),
+        "eps": _plain(eps),
+        "weight_decay": _plain(weight_decay),
+        "grad_clip_norm": _plain(grad_clip_norm),
+    }
+    check_optimizer_payload({"optimizer": optimizer})
+    return optimizer
+
+
+def sample_request(
+    prompt_tokens: Sequence[int],
+    *,
+    num_samples: int,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    seed: int | None = None,
+    stop: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """The payload of ``sample``: ``num_samples`` completions of at most ``max_tokens`` tokens each.
+
+    ``temperature`` ≥ 0 (0 takes the likeliest token), ``top_p`` in (0, 1], ``top_k`` ≥ 1 or −1 for off, ``seed`` ≥ 0,
+    ``stop`` a list of token ids that end a completion. The logprobs that come back are those of the untempered,
+    untruncated policy, so an importance ratio is exact only at ``temperature`` 1, ``top_p`` 1, ``top_k`` −1.
+    Raises ValueError that names the field.
+    """
+    params: dict[str, Any] = {
+        "max_tokens": _plain(max_tokens),
+        "temperature": _plain(temperature),
+        "top_p": _plain(top_p),
+        "top_k": _plain(top_k),
+    }
+    if seed is not None:
+        params["seed"] = _plain(seed)
+    if stop is not None:
+        params["stop"] = _plain_list(stop)
+    request = {
+        "prompt": {"token_ids": _plain_list(prompt_tokens)},
+        "num_samples": _plain(num_samples),
+        "sampling_params": params,
+    }
+    check_sample_request(request)
+    return request
+
+
+def logprobs_request(token_ids: Sequence[int]) -> dict[str, Any]:
+    """The payload of ``logprobs``; its answer holds one logprob per token, the first None.
+
+    Raises ValueError where there is no token or one is not an integer ≥ 0.
+    """
+    request = {"input": {"token_ids": _plain_list(token_ids)}}
+    check_logprobs_request(request)
+    return request
+
+
+def check_payload(payload: object, provider: str, *, kind: str = "forward_backward") -> None:
+    """The whole preflight of a ForwardPayload: raises ValueError where the provider would refuse it, else None.
+
+    Judges structure, dtypes, shapes, one length per datum, finite numbers within float32, integer token ids ≥ 0, the
+    tensors that the loss needs, the provider's loss table and config keys, clip tensors (Tinker's only) and their
+    ratios where the weight is not 0. ``kind``: the operation it is for, ``forward_backward`` or ``forward``.
+    """
+    payload = _require_object(payload, "payload", ("data", "loss_function", "loss_config"))
+    loss_function = payload["loss_function"]
+    require_advertised_loss(provider, loss_function)
+    require_loss_config(provider, loss_function, payload["loss_config"])
+    required = REQUIRED_LOSS_INPUTS[loss_function]
+    if loss_function == "ppo_critic" and kind == "forward":
+        required = frozenset({"target_tokens", "weights"})
+    for index, datum in enumerate(_require_list(payload["data"], "data", "datum")):
+        _check_datum(datum, f"data[{index}]", loss_function, required, provider)
+
+
+def check_sample_request(request: object) -> None:
+    """Raise ValueError where the payload of a ``sample`` breaks the ranges of ``sample_request``."""
+    request = _require_object(request, "request", ("prompt", "num_samples", "sampling_params"))
+    _check_token_ids(_require_object(request["prompt"], "prompt", ("token_ids",))["token_ids"], "prompt.token_ids")
+    _require_integer(request["num_samples"], "num_samples", low=1)
+    params = _require_object(request["sampling_params"], "sampling_params", ("max_tokens",), _SAMPLING_PARAMS[1:])
+    _require_integer(params["max_tokens"], "sampling_params.max_tokens", low=1)
+    _require_range(params.get("temperature", 1.0), "sampling_params.temperature", "at least 0")
+    _require_range(params.get("top_p", 1.0), "sampling_params.top_p", "above 0 and at most 1")
+    if params.get("top_k", -1) != -1:
+        _require_integer(params["top_k"], "sampling_params.top_k", low=1, hint=", or -1 for off")
+    if "seed" in params:
+        _require_integer(params["seed"], "sampling_params.seed", low=0, hint="; leave it out for none")
+    if "stop" in params and params["stop"] != []:
+        _check_token_ids(params["stop"], "sampling_params.stop")
+
+
+def check_logprobs_request(request: object) -> None:
+    """Raise ValueError where the payload of a ``logprobs`` is not ``{"input": {"token_ids": [integers ≥ 0]}}``."""
+    request = _require_object(request, "request", ("input",))
+    _check_token_ids(_require_object(request["input"], "input", ("token_ids",))["token_ids"], "input.token_ids")
+
+
+def check_optimizer_payload(payload: object) -> None:
+    """Raise ValueError where the payload of an ``optim_step`` breaks the ranges of ``adamw_optimizer``."""
+    payload = _require_object(payload, "payload", ("optimizer",))
+    optimizer = _require_object(payload["optimizer"], "optimizer", ("type", *_OPTIMIZER_RANGES))
+    if optimizer["type"] != "adamw":
+        raise ValueError(f"optimizer.type is {_show(optimizer['type'])}, expected 'adamw'")
+    for name, expected in _OPTIMIZER_RANGES.items():
+        _require_range(optimizer[name], f"optimizer.{name}", expected)
+
+
+def _check_datum(datum: object, where: str, loss_function: str, required: frozenset[str], provider: str) -> None:
+    datum = _require_object(datum, where, ("input", "loss_inputs"))
+    token_ids = _require_object(datum["input"], f"{where}.input", ("token_ids",))["token_ids"]
+    _check_token_ids(token_ids, f"{where}.input.token_ids")
+    inputs = f"{where}.loss_inputs"
+    tensors = _require_object(datum["loss_inputs"], inputs, (), _KNOWN_TENSORS)
+    for name in sorted(required - tensors.keys()):
+        raise ValueError(f"{inputs}.{name} is missing; {loss_function} needs {', '.join(sorted(required))}")
+    for name in sorted(_CLIP_TENSORS & tensors.keys()):
+        if provider != "tinker":
+            raise ValueError(
+                f"{inputs}.{name} is a tensor that only tinker takes; on {provider} send "
+                f"loss_config {{{name!r}: …}} and build the datum without it"
+            )
+    for name, value in tensors.items():
+        _check_tensor(value, f"{inputs}.{name}", _DTYPES[name], len(token_ids))
+    for name in sorted(_CLIP_TENSORS & tensors.keys()):
+        _check_ratios(tensors[name]["values"], tensors["weights"]["values"], f"{inputs}.{name}.values")
+
+
+def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
+    value = _require_object(value, where, ("dtype", "shape", "values"))
+    if value["dtype"] != dtype:
+        raise ValueError(f"{where}.dtype is {_show(value['dtype'])}, expected {dtype!r}")
+    numbers = value["values"]
+    if not isinstance(numbers, list):
+        raise ValueError(f"{where}.values is {_show(numbers)}, expected a list of {length} numbers")
+    if len(numbers) != length:
+        raise ValueError(
+            f"{where}.values has {len(numbers)} entries, but input.token_ids has {length}; "
+            "every tensor of a datum has one entry per input token (prompt + completion - 1)"
+        )
+    shape = value["shape"]
+    if not isinstance(shape, list) or [type(size) for size in shape] != [int] or shape != [length]:
+        raise ValueError(f"{where}.shape is {_show(shape)}, expected [{length}]")
+    if dtype == "int64":
+        _check_token_ids(numbers, f"{where}.values")
+        return
+    for index, number in enumerate(numbers):
+        # One fast test passes nearly every entry; the slow one finds the words for those that fail.
+        if type(number) is not float or not -_FLOAT32_MAX <= number <= _FLOAT32_MAX:
+            _require_number(number, f"{where}.values[{index}]")
+
+
+def _check_ratios(thresholds: list[float], weights: list[float], where: str) -> None:
+    low = "clip_low" in where
+    for index, (threshold, weight) in enumerate(zip(thresholds, weights, strict=True)):
+        if weight != 0 and (threshold > 1 if low else threshold < 1):
+            raise ValueError(
+                f"{where}[{index}] is {threshold!r}, expected {'at most' if low else 'at least'} 1: thresholds are "
+                "ratios around 1, not epsilons (for an epsilon of 0.2: clip_low 0.8, clip_high 1.2)"
+            )
+
+
+def _check_token_ids(token_ids: object, where: str) -> None:
+    for index, token in enumerate(_require_list(token_ids, where, "token id")):
+        if type(token) is not int or not 0 <= token <= _INT64_MAX:
+            raise ValueError(f"{where}[{index}] is {_show(token)}, expected a token id: an integer of at least 0")
+
+
+def _require_object(
+    value: object, where: str, required: Sequence[str], optional: Collection[str] = ()
+) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {_show(value)}, expected an object")
+    for name in required:
+        if name not in value:
+            raise ValueError(f"{where}.{name} is missing")
+    for name in value:
+        if name not in required and name not in optional:
+            known = ", ".join([*required, *sorted(optional)])
+            raise ValueError(f"{where}.{name} is not a known field; known: {known}")
+    return value
+
+
+def _require_list(value: object, where: str, what: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where} is {_show(value)}, expected a list of at least one {what}")
+    return value
+
+
+def _require_integer(value: object, where: str, *, low: int, hint: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _INT64_MAX:
+        raise ValueError(f"{where} is {_show(value)}, expected an integer of at least {low}{hint}")
+
+
+def _require_number(value: object, where: str, expected: str = "a finite number within float32") -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _FLOAT32_MAX:
+        raise ValueError(f"{where} is {_show(value)}, expected {expected}")
+    return value
+
+
+def _require_range(value: object, where: str, expected: str) -> None:
+    number = _require_number(value, where, f"a number {expected}")
+    if not _RANGES[expected](number):
+        raise ValueError(f"{where} is {_show(value)}, expected a number {expected}")
+
+
+def _plain(value: Any) -> Any:
+    """A numpy or torch scalar as Python's own number (``item`` is theirs); anything else is left to the check."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):  # no scalar of theirs, or an array of several
+        return value
+
+
+def _plain_list(values: Any) -> Any:
+    """The same for a sequence, range or array of them."""
+    return [_plain(value) for value in values] if isinstance(values, Iterable) else values
+
+
+def _show(value: object) -> str:
+    """What stands there, in few characters."""
+    if isinstance(value, int) and value.bit_length() > 64:  # Python may refuse to print one of thousands of digits
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (dict, list)) and value:
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if value is None or isinstance(value, (bool, int, float, str, dict, list)):
+        return reprlib.repr(value)
+    return f"of type {type(value).__name__}"
