@@ -1,0 +1,267 @@
+"""CONTRACT.md, "Operations" (the datum) and "What is accepted, by loss"."""
+
+from __future__ import annotations
+
+import pytest
+
+# Whitney's table "Provider loss support", and "Scalar loss_config keys Modal actually validates"
+LOSSES = {
+    "modal": ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "ppo_critic", "dppo"],
+    "tinker": ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"],
+}
+MODAL_KEYS = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "value_clip": 0.2},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "ppo_critic": {"value_clip": 0.2},
+    "dppo": {"delta_low": 0.2, "delta_high": 0.2},
+}
+POLICY_TENSORS = ("target_tokens", "weights", "logprobs", "advantages")
+TENSORS = {
+    "cross_entropy": ["target_tokens", "weights"],
+    "ppo_critic": ["target_tokens", "weights", "values", "returns"],
+} | dict.fromkeys(["importance_sampling", "ppo", "cispo", "gspo", "dro", "dppo"], POLICY_TENSORS)
+PAIRS = [(provider, loss) for provider, losses in LOSSES.items() for loss in losses]
+
+
+def assert_refused(answer, status, code):
+    assert answer.status == status, answer.raw
+    assert answer.error["code"] == code
+
+
+def datum_for(build, loss, **tensors):
+    if loss == "cross_entropy":
+        return build.datum(**tensors)
+    return build.critic_datum(**tensors) if loss == "ppo_critic" else build.policy_datum(**tensors)
+
+
+@pytest.fixture
+def run_of(api):
+    """A run in a session of the given provider; skipped where the deployment lacks it."""
+
+    def create(provider):
+        if provider not in api.call("GET", "capabilities").body.get("providers", {provider: None}):
+            pytest.skip(f"the deployment has no {provider}")
+        return api.run(api.open_session(provider))
+
+    return create
+
+
+def skip_if_not_computed(answer):
+    """The embedded engine may lack a loss that its provider has, and then says so."""
+    if answer.status == 422 and answer.error["code"] == "unsupported_loss":
+        assert "does not compute" in answer.error["message"]
+        pytest.skip(answer.error["message"])
+
+
+# The datum
+
+
+@pytest.mark.doc
+def test_a_datum_holds_input_and_tensors_of_one_length(run, build):
+    assert run.operation("forward_backward", build.payload(build.datum()))["status"] == "succeeded"
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize("name", ["target_tokens", "weights"])
+def test_a_tensor_of_another_length_than_the_input_is_refused(run, build, name):
+    dtype, values = ("int64", [98, 99]) if name == "target_tokens" else ("float32", [0.0, 1.0])
+    datum = build.datum(**{name: build.tensor(values, dtype)})
+    assert_refused(run.post("forward_backward", build.payload(datum)), 422, "invalid_payload")
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize("shape", [[2], [3, 1], [], 3, ["3"]])
+def test_a_tensors_shape_is_its_length(run, build, shape):
+    datum = build.datum(weights=build.tensor([0.0, 1.0, 1.0]) | {"shape": shape})
+    assert_refused(run.post("forward_backward", build.payload(datum)), 422, "invalid_payload")
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize(("name", "dtype"), [("target_tokens", "float32"), ("weights", "int64"), ("weights", "x")])
+def test_target_tokens_are_int64_and_the_rest_float32(run, build, name, dtype):
+    datum = build.datum()
+    datum["loss_inputs"][name]["dtype"] = dtype
+    assert_refused(run.post("forward_backward", build.payload(datum)), 422, "invalid_payload")
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("value", ["1.0", None, True, [1.0], 1e39])
+def test_the_values_of_a_tensor_are_finite_numbers(run, build, value):
+    datum = build.datum(weights=[0.0, 1.0, value])
+    assert_refused(run.post("forward_backward", build.payload(datum)), 422, "invalid_payload")
+
+
+@pytest.mark.ours
+def test_the_message_says_which_datum_and_tensor_is_wrong(run, build):
+    data = [build.datum(), build.datum(weights=[0.0, 1.0, "x"])]
+    message = run.post("forward_backward", build.payload(*data)).error["message"]
+    assert "data[1]" in message
+    assert "weights" in message
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("field", ["data", "loss_function", "loss_config"])
+def test_a_forward_payload_needs_its_fields(run, build, field):
+    payload = build.payload(build.datum())
+    del payload[field]
+    assert_refused(run.post("forward_backward", payload), 422, "invalid_payload")
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("data", [[], None, {}, [1], [{}]])
+def test_data_is_a_list_of_at_least_one_datum(run, build, data):
+    payload = build.payload() | {"data": data}
+    assert_refused(run.post("forward_backward", payload), 422, "invalid_payload")
+
+
+@pytest.mark.ours
+def test_the_embedded_service_keeps_the_numbers_it_is_sent(run, build, request):
+    """float32 names what a provider may round to: 0.1 is not a float32."""
+    if request.config.getoption("--contract-url"):
+        pytest.skip("another deployment may round")
+    loss = run.result("forward", build.payload(build.datum(weights=[0.0, 0.1, 0.0])))
+    assert loss["loss"] == -0.1 * loss["outputs"][0]["logprobs"][1]
+
+
+# What is accepted, by loss
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize(("provider", "loss"), PAIRS)
+def test_a_provider_takes_each_loss_of_its_table(run_of, build, provider, loss):
+    run = run_of(provider)
+    answer = run.post("forward_backward", build.payload(datum_for(build, loss), loss=loss))
+    skip_if_not_computed(answer)
+    assert run.wait(answer.body["operation_id"])["status"] == "succeeded"
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize(
+    ("provider", "loss"),
+    [("modal", "dro"), ("tinker", "gspo"), ("tinker", "ppo_critic"), ("tinker", "dppo"), ("modal", "grpo")],
+)
+def test_a_loss_outside_the_providers_table_is_unsupported(run_of, build, provider, loss):
+    answer = run_of(provider).post("forward_backward", build.payload(datum_for(build, loss), loss=loss))
+    assert_refused(answer, 422, "unsupported_loss")
+    assert provider in answer.error["message"]
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize("loss", [None, 1, ["ppo"]])
+def test_a_loss_function_is_a_name(run, build, loss):
+    answer = run.post("forward_backward", build.payload(build.datum()) | {"loss_function": loss})
+    assert_refused(answer, 422, "invalid_payload")
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize("loss", LOSSES["modal"])
+def test_modal_takes_the_config_keys_of_its_table(run_of, build, loss):
+    run = run_of("modal")
+    answer = run.post("forward_backward", build.payload(datum_for(build, loss), loss=loss, config=MODAL_KEYS[loss]))
+    skip_if_not_computed(answer)
+    assert answer.status < 300, answer.raw
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize("loss", LOSSES["modal"])
+def test_modal_takes_no_other_config_key(run_of, build, loss):
+    run = run_of("modal")
+    others = {key: 1.0 for keys in MODAL_KEYS.values() for key in keys} | {"beta": 0.1}
+    for key in others.keys() - MODAL_KEYS[loss].keys():
+        answer = run.post("forward_backward", build.payload(datum_for(build, loss), loss=loss, config={key: 1.0}))
+        assert_refused(answer, 422, "invalid_payload")
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize(("provider", "loss"), PAIRS)
+def test_each_tensor_that_a_loss_needs_is_required(run_of, build, provider, loss):
+    run = run_of(provider)
+    for name in TENSORS[loss]:
+        answer = run.post("forward_backward", build.payload(datum_for(build, loss, **{name: None}), loss=loss))
+        assert_refused(answer, 422, "invalid_payload")
+        assert name in answer.error["message"]
+
+
+@pytest.mark.ours
+def test_a_forward_with_ppo_critic_needs_only_targets_and_weights_and_gives_values(run_of, build):
+    run = run_of("modal")
+    answer = run.post("forward", build.payload(build.datum(), loss="ppo_critic"))
+    skip_if_not_computed(answer)
+    output = run.wait(answer.body["operation_id"])["result"]["outputs"][0]
+    assert len(output["values"]) == 3
+
+
+@pytest.mark.ours
+def test_value_i_of_a_critic_belongs_to_the_prefix_that_ends_at_input_i(run_of, build):
+    """Changing a later input leaves the earlier values as they are."""
+    run = run_of("modal")
+    data = [build.datum(), build.datum()]
+    data[1]["input"]["token_ids"] = [97, 98, 120]
+    answer = run.post("forward", build.payload(*data, loss="ppo_critic"))
+    skip_if_not_computed(answer)
+    one, other = (output["values"] for output in run.wait(answer.body["operation_id"])["result"]["outputs"])
+    assert one[:2] == other[:2]
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize("loss", ["ppo", "cispo"])
+def test_tinker_takes_clip_thresholds_as_tensors(run_of, build, loss):
+    run = run_of("tinker")
+    clips = {"clip_low_threshold": [0.0, 0.8, 0.8], "clip_high_threshold": [0.0, 1.2, 1.2]}
+    answer = run.post("forward_backward", build.payload(build.policy_datum(**clips), loss=loss))
+    skip_if_not_computed(answer)
+    assert answer.status < 300, answer.raw
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize("key", ["clip_low_threshold", "clip_high_threshold"])
+def test_tinker_takes_no_clip_threshold_in_loss_config(run_of, build, key):
+    payload = build.payload(build.policy_datum(), loss="ppo", config={key: 1.0})
+    assert_refused(run_of("tinker").post("forward_backward", payload), 422, "invalid_payload")
+
+
+@pytest.mark.doc
+@pytest.mark.parametrize("key", ["clip_low_threshold", "clip_high_threshold"])
+def test_modal_takes_no_clip_tensor(run_of, build, key):
+    payload = build.payload(build.policy_datum(**{key: [1.0, 1.0, 1.0]}), loss="ppo")
+    assert_refused(run_of("modal").post("forward_backward", payload), 422, "invalid_payload")
+
+
+@pytest.mark.ours
+def test_dro_takes_beta_in_loss_config(run_of, build):
+    payload = build.payload(build.policy_datum(), loss="dro", config={"beta": 0.1})
+    answer = run_of("tinker").post("forward_backward", payload)
+    skip_if_not_computed(answer)
+    assert answer.status < 300, answer.raw
+
+
+@pytest.mark.ours
+@pytest.mark.parametrize(("key", "value"), [("clip_low_threshold", 1.1), ("clip_high_threshold", 0.2)])
+def test_clip_thresholds_are_ratios_around_1(run_of, build, key, value):
+    payload = build.payload(build.policy_datum(), loss="ppo", config={key: value})
+    assert_refused(run_of("modal").post("forward_backward", payload), 422, "invalid_payload")
+    payload = build.payload(build.policy_datum(**{key: [0.0, 1.0, value]}), loss="ppo")
+    assert_refused(run_of("tinker").post("forward_backward", payload), 422, "invalid_payload")
+
+
+@pytest.mark.ours
+def test_clip_tensors_are_judged_only_where_the_weight_is_not_0(run_of, build):
+    payload = build.payload(build.policy_datum(clip_high_threshold=[0.0, 1.2, 1.2]), loss="ppo")
+    run = run_of("tinker")
+    answer = run.post("forward_backward", payload)
+    skip_if_not_computed(answer)
+    assert run.wait(answer.body["operation_id"])["status"] == "succeeded"
+
+
+@pytest.mark.ours
+def test_a_policy_run_accepts_value_clip_and_does_not_use_it(run_of, build):
+    run = run_of("modal")
+    results = []
+    for config in ({}, {"value_clip": 0.001}):
+        answer = run.post("forward", build.payload(build.policy_datum(), loss="ppo", config=config))
+        skip_if_not_computed(answer)
+        results.append(run.wait(answer.body["operation_id"])["result"])
+    assert results[0] == results[1]

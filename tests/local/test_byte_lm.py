@@ -1,0 +1,613 @@
+"""The embedded engine: gradients, optimizer, sampling, states and adapters."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+
+import pytest
+
+from whitney_loop.local import byte_lm, safetensors
+from whitney_loop.local.byte_lm import END, ByteLM
+from whitney_loop.local.engine import EngineError
+
+ADAMW = {
+    "type": "adamw",
+    "learning_rate": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+}
+
+
+def tensor(values, dtype="float32"):
+    return {"dtype": dtype, "shape": [len(values)], "values": list(values)}
+
+
+def datum(tokens, targets, weights, logprobs=None, advantages=None):
+    inputs = {"target_tokens": tensor(targets, "int64"), "weights": tensor(weights)}
+    if logprobs is not None:
+        inputs |= {"logprobs": tensor(logprobs), "advantages": tensor(advantages)}
+    return {"input": {"token_ids": list(tokens)}, "loss_inputs": inputs}
+
+
+def payload(*data, loss="cross_entropy"):
+    return {"data": list(data), "loss_function": loss, "loss_config": {}}
+
+
+def text_payload(text: bytes):
+    return payload(datum(text[:-1], text[1:], [1.0] * (len(text) - 1)))
+
+
+def random_payload(loss, seed):
+    """Tokens from a small alphabet, so that contexts repeat; masked positions, and weights that are fractions."""
+    rng = random.Random(seed)
+    data = []
+    for n in (1, 5, 9):
+        tokens, targets = ([rng.choice([*b"abc", END]) for _ in range(n)] for _ in range(2))
+        weights = [rng.choice([0.0, 0.25, 1.0, 1.5]) for _ in range(n)]
+        logprobs = [rng.uniform(-6.0, -2.0) for _ in range(n)]
+        advantages = [rng.gauss(0.0, 1.0) for _ in range(n)]
+        data.append(datum(tokens, targets, weights, logprobs, advantages))
+    return payload(*data, loss=loss)
+
+
+def request(prompt=b"the ", num_samples=4, max_tokens=24, **params):
+    return {
+        "prompt": {"token_ids": list(prompt)},
+        "num_samples": num_samples,
+        "sampling_params": {"max_tokens": max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": -1, **params},
+    }
+
+
+def trained(steps=3, rank=4, seed=0):
+    engine = ByteLM(rank, seed)
+    for step in range(steps):
+        engine.forward_backward(random_payload("cross_entropy", f"train {step}"))
+        engine.optim_step(ADAMW)
+    return engine
+
+
+def state_of(engine):
+    """Everything that decides the future: weights, moments, gradients, step."""
+    moments = engine._moment1, engine._moment2
+    return engine._policy.weights(), *moments, engine._gradient, engine.sampler().version
+
+
+# Gradients and losses
+
+
+@pytest.mark.parametrize("loss", sorted(ByteLM.losses))
+def test_the_accumulated_gradient_is_that_of_the_loss_by_central_differences(loss):
+    engine = trained()
+    batch = random_payload(loss, f"check {loss}")
+    engine.forward_backward(batch)
+    gradient, weights = engine._gradient, engine._policy.weights()
+    rng = random.Random(f"entries {loss}")
+    rows = [END, *b"abc"]
+    rows += [byte_lm.VOCABULARY + row for row in rows]  # as the current token, too
+    rows += [byte_lm.INPUTS + row for row in (*b"abcz", END)]  # rows of B
+    entries = [row * 4 + rng.randrange(4) for row in rows] + rng.sample(range(len(weights)), 20)
+    step = 1e-5
+    for entry in entries:
+        losses = []
+        for sign in (1, -1):
+            moved = list(weights)
+            moved[entry] += sign * step
+            engine._policy = byte_lm._Policy(moved, 4)
+            losses.append(engine.forward(batch)["loss"])
+        assert gradient[entry] == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=1e-7, rel=1e-6)
+    assert sum(g != 0 for g in gradient) > 500
+
+
+def test_two_batches_accumulate_the_sum_of_their_gradients():
+    one, two = text_payload(b"one two"), text_payload(b"three")
+    both, first, second = trained(), trained(), trained()
+    first.forward_backward(one)
+    second.forward_backward(two)
+    both.forward_backward(one)
+    both.forward_backward(two)
+    assert both._gradient == [a + b for a, b in zip(first._gradient, second._gradient, strict=True)]
+
+
+def test_the_result_has_the_sum_of_the_losses_and_the_logprobs_in_the_order_of_data():
+    engine = trained()
+    first = datum(b"ab", b"bc", [1.0, 0.5])
+    second = datum(b"c", b"a", [2.0])
+    result = engine.forward(payload(first, second))
+    (p0, p1), (p2,) = (output["logprobs"] for output in result["outputs"])
+    assert result["loss"] == result["metrics"]["loss:sum"] == pytest.approx(-(p0 + 0.5 * p1 + 2 * p2))
+    assert engine.sampler().logprobs(list(b"abc")) == [None, p0, p1]
+    assert engine.sampler().logprobs(list(b"ca")) == [None, p2]
+
+
+def test_forward_changes_nothing_and_agrees_with_forward_backward():
+    engine = trained()
+    before = state_of(engine)
+    result = engine.forward(random_payload("importance_sampling", 1))
+    assert state_of(engine) == before
+    assert engine.forward_backward(random_payload("importance_sampling", 1)) == result
+
+
+def test_a_nan_at_a_masked_position_does_not_leak():
+    clean, dirty = trained(), trained()
+    numbers = [1.0, 0.0], [-3.0, -3.0], [1.0, 1.0]
+    clean.forward_backward(payload(datum(b"ab", b"bc", *numbers), loss="importance_sampling"))
+    numbers = [1.0, 0.0], [-3.0, math.nan], [1.0, math.inf]
+    dirty.forward_backward(payload(datum(b"ab", b"bc", *numbers), loss="importance_sampling"))
+    assert state_of(dirty) == state_of(clean)
+
+
+def test_every_context_is_a_distribution_without_zeros():
+    engine = trained()
+    for context in [(257 + END,), (0, 257 + 255), (ord("t"), 257 + ord("h"))]:
+        logprobs = engine._policy.logprobs(context)
+        assert len(logprobs) == 257
+        assert math.fsum(map(math.exp, logprobs)) == pytest.approx(1.0, abs=1e-12)
+        assert min(logprobs) > -30
+
+
+def test_training_starts_at_the_base_model_whatever_rank_and_seed():
+    engines = [ByteLM(1, 0), ByteLM(16, "seven"), ByteLM(256, 5)]
+    logprobs = [engine.sampler().logprobs(list(b"the mill")) for engine in engines]
+    assert logprobs[0] == logprobs[1] == logprobs[2]
+    assert all(0 > logprob > -9.1 for logprob in logprobs[0][1:])
+
+
+def test_the_seed_decides_the_initial_weights():
+    assert ByteLM(4, 1)._policy.weights() == ByteLM(4, 1)._policy.weights() == ByteLM(4, "1")._policy.weights()
+    assert ByteLM(4, 1)._policy.weights() != ByteLM(4, 2)._policy.weights()
+
+
+def test_a_rank_below_one_is_refused():
+    with pytest.raises(ValueError, match="rank"):
+        ByteLM(0, 0)
+
+
+def test_the_cache_of_contexts_stays_within_its_limit_and_changes_no_result(monkeypatch):
+    whole, small = trained(), trained()
+    batch = random_payload("importance_sampling", "cache")
+    expected = whole.forward_backward(batch)
+    monkeypatch.setattr(byte_lm, "_CACHED_CONTEXTS", 2)
+    assert small.forward_backward(batch) == expected
+    assert len(small._policy._logprobs) <= 2
+    assert state_of(small) == state_of(whole)
+
+
+# The optimizer
+
+
+def reference_adamw(weights, gradients, optimizer):
+    """AdamW as PyTorch's documentation has it, one number at a time."""
+    lr, beta1, beta2 = optimizer["learning_rate"], optimizer["beta1"], optimizer["beta2"]
+    w, m, v = weights, 0.0, 0.0
+    for step, g in enumerate(gradients, start=1):
+        w -= lr * optimizer["weight_decay"] * w
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        w -= lr * (m / (1 - beta1**step)) / (math.sqrt(v / (1 - beta2**step)) + optimizer["eps"])
+    return w
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
+def test_the_step_is_adamw_with_decoupled_decay_and_a_global_norm_clip(clip):
+    optimizer = ADAMW | {"weight_decay": 0.1, "eps": 1e-3, "grad_clip_norm": clip}
+    engine = ByteLM(4, 0)
+    start, gradients = engine._policy.weights(), []
+    for step in range(3):
+        engine.forward_backward(random_payload("importance_sampling", f"adamw {step}"))
+        norm = math.sqrt(math.fsum(g * g for g in engine._gradient))
+        scale = clip / norm if 0 < clip < norm else 1.0
+        gradients.append([g * scale for g in engine._gradient])
+        result = engine.optim_step(optimizer)
+        assert result == {"step": step + 1, "grad_norm": pytest.approx(norm)}
+    expected = [
+        reference_adamw(w, of_weight, optimizer)
+        for w, of_weight in zip(start, zip(*gradients, strict=True), strict=True)
+    ]
+    assert engine._policy.weights() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_a_step_needs_a_gradient_since_the_last_one():
+    engine = trained()
+    before = state_of(engine)
+    with pytest.raises(EngineError) as failure:
+        engine.optim_step(ADAMW)
+    assert failure.value.code == "no_gradients"
+    assert state_of(engine) == before
+
+
+def test_a_gradient_that_is_zero_everywhere_is_a_gradient():
+    engine = ByteLM(4, 0)
+    before = engine._policy.weights()
+    engine.forward_backward(payload(datum(b"ab", b"bc", [0.0, 0.0])))
+    assert engine.optim_step(ADAMW) == {"step": 1, "grad_norm": 0.0}
+    assert engine._policy.weights() == before
+
+
+@pytest.mark.parametrize("operation", ["forward", "forward_backward"])
+@pytest.mark.parametrize(("weight", "advantage"), [(1.0, math.nan), (1e308, 1e308), (math.inf, 1.0)])
+def test_a_loss_that_is_not_finite_fails_and_changes_nothing(operation, weight, advantage):
+    engine = trained()
+    engine.forward_backward(text_payload(b"pending"))
+    before = state_of(engine)
+    good, bad = ([1.0], [-3.0], [1.0]), ([weight], [-3.0], [advantage])
+    batch = payload(datum(b"a", b"b", *good), datum(b"a", b"b", *bad), loss="importance_sampling")
+    with pytest.raises(EngineError, match=r"data\[1\]") as failure:
+        getattr(engine, operation)(batch)
+    assert failure.value.code == "non_finite_loss"
+    assert state_of(engine) == before
+
+
+def test_a_gradient_that_overflows_fails_and_changes_nothing():
+    engine = trained()
+    huge = payload(datum(b"aaaa", b"aaaa", [6e306, 6e306, 6e306, 6e306]))
+    engine.forward_backward(huge)
+    before = state_of(engine)
+    with pytest.raises(EngineError) as failure:
+        for _ in range(100):
+            engine.forward_backward(huge)
+            before = state_of(engine)
+    assert failure.value.code == "non_finite_loss"
+    assert state_of(engine) == before
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 1e308, "weight_decay": 1e308}, {"eps": 0.0}])
+def test_an_update_that_is_not_finite_fails_and_keeps_weights_and_gradients(change):
+    engine = trained()
+    engine.forward_backward(text_payload(b"some text"))
+    before = state_of(engine)
+    with pytest.raises(EngineError) as failure:
+        engine.optim_step(ADAMW | change)
+    assert failure.value.code == "non_finite_update"
+    assert state_of(engine) == before
+    assert engine.optim_step(ADAMW)["step"] == 4
+
+
+def test_weights_grown_until_the_logits_overflow_fail_rather_than_sample_nonsense():
+    engine = ByteLM(4, 0)
+    for text, rate in ((b"aaaa", 1e120), (b"abab", 1e200)):
+        engine.forward_backward(text_payload(text))
+        engine.optim_step(ADAMW | {"learning_rate": rate})
+    with pytest.raises(EngineError) as failure:
+        engine.sampler().sample(request(b"aa"), "s")
+    assert failure.value.code == "non_finite_logits"
+
+
+# Sampling
+
+
+def test_sampled_logprobs_are_the_trainers_on_the_same_version():
+    engine = trained()
+    prompt = b"the "
+    sequences = engine.sampler().sample(request(prompt, temperature=0.7, top_k=20, top_p=0.9), "seed")
+    for sequence in sequences:
+        tokens = [*prompt, *sequence["tokens"]]
+        batch = payload(datum(tokens[:-1], tokens[1:], [1.0] * (len(tokens) - 1)))
+        assert engine.forward(batch)["outputs"][0]["logprobs"][len(prompt) - 1 :] == sequence["logprobs"]
+
+
+def test_the_same_seed_and_request_give_the_same_sequences_and_another_seed_others():
+    sampler = trained().sampler()
+    first = sampler.sample(request(), "seed 1")
+    assert trained().sampler().sample(request(), "seed 1") == first
+    assert sampler.sample(request(), "seed 2") != first
+    assert len({tuple(sequence["tokens"]) for sequence in first}) == 4
+    assert sampler.sample(request(num_samples=2), "seed 1") == first[:2]
+    assert sampler.sample(request(seed=5), "seed 1") == first  # the service folds that seed into its own
+
+
+def test_training_does_not_change_a_sampler():
+    engine = trained()
+    sampler = engine.sampler()
+    before = sampler.sample(request(), "s"), sampler.logprobs(list(b"the mill"))
+    engine.forward_backward(text_payload(b"the mill"))
+    engine.optim_step(ADAMW)
+    assert (sampler.sample(request(), "s"), sampler.logprobs(list(b"the mill"))) == before
+    assert (sampler.version, engine.sampler().version) == (3, 4)
+    assert engine.sampler().logprobs(list(b"the mill")) != before[1]
+
+
+def test_temperature_zero_takes_the_likeliest_token():
+    sampler = ByteLM(4, 0).sampler()
+    sequences = sampler.sample(request(b"t", num_samples=3, max_tokens=1, temperature=0), "s")
+    row = byte_lm._base_logprobs(ord("t"))
+    assert [sequence["tokens"] for sequence in sequences] == [[row.index(max(row))]] * 3
+    assert sequences[0]["logprobs"] == pytest.approx([max(row)])
+
+
+def drawn(**params):
+    """The tokens that follow ``t`` in many draws."""
+    sequences = ByteLM(4, 0).sampler().sample(request(b"t", num_samples=3000, max_tokens=1, **params), "s")
+    return [sequence["tokens"][0] for sequence in sequences]
+
+
+def ranked_after_t():
+    row = byte_lm._base_logprobs(ord("t"))
+    return sorted(range(257), key=lambda token: -row[token]), [math.exp(x) for x in row]
+
+
+def test_tokens_are_drawn_as_often_as_the_policy_says():
+    ranked, probability = ranked_after_t()
+    tokens = drawn()
+    for token in ranked[:5]:
+        assert tokens.count(token) / 3000 == pytest.approx(probability[token], abs=0.03)
+
+
+def test_temperature_sharpens_and_flattens_as_a_power_of_the_probability():
+    ranked, probability = ranked_after_t()
+    for temperature in (0.5, 2.0):
+        powers = [p ** (1 / temperature) for p in probability]
+        expected = powers[ranked[0]] / sum(powers)
+        assert drawn(temperature=temperature).count(ranked[0]) / 3000 == pytest.approx(expected, abs=0.03)
+
+
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
+    ranked, _ = ranked_after_t()
+    assert set(drawn(temperature=1e-310)) == {ranked[0]}
+
+
+def test_top_k_keeps_the_k_likeliest():
+    ranked, _ = ranked_after_t()
+    assert set(drawn(top_k=3)) == set(ranked[:3])
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_the_share():
+    ranked, probability = ranked_after_t()
+    share = probability[ranked[0]] + probability[ranked[1]]
+    assert set(drawn(top_p=share - 1e-6)) == set(ranked[:2])
+    assert set(drawn(top_p=share + 1e-6)) == set(ranked[:3])
+    assert set(drawn(top_p=1e-9)) == {ranked[0]}
+
+
+def test_top_p_is_a_share_of_what_temperature_and_top_k_left():
+    ranked, probability = ranked_after_t()
+    powers = [probability[token] ** 2 for token in ranked[:3]]
+    share = powers[0] / sum(powers)
+    assert set(drawn(temperature=0.5, top_k=3, top_p=share - 1e-6)) == {ranked[0]}
+    assert set(drawn(temperature=0.5, top_k=3, top_p=share + 1e-6)) == set(ranked[:2])
+
+
+def test_a_sequence_ends_at_a_stop_token_which_it_keeps_or_at_its_length():
+    sequences = trained().sampler().sample(request(num_samples=40, max_tokens=12, stop=[ord("e")]), "s")
+    assert {sequence["stop_reason"] for sequence in sequences} == {"stop", "length"}
+    for sequence in sequences:
+        *body, last = sequence["tokens"]
+        assert not {ord("e"), END} & set(body)
+        assert len(sequence["logprobs"]) == len(sequence["tokens"]) <= 12
+        if sequence["stop_reason"] == "stop":
+            assert last in (ord("e"), END)
+        else:
+            assert len(sequence["tokens"]) == 12
+            assert last not in (ord("e"), END)
+
+
+# Another tokenizer's ids
+
+
+def test_larger_ids_are_folded_onto_bytes_in_prompts_inputs_targets_and_logprobs():
+    engine = trained()
+    far = [256 * 400 + byte for byte in b"the "]
+    sampler = engine.sampler()
+    assert sampler.sample(request(far), "s") == sampler.sample(request(b"the "), "s")
+    assert sampler.logprobs(far) == sampler.logprobs(list(b"the "))
+    batch = payload(datum(far[:-1], far[1:], [1.0] * 3))
+    assert engine.forward(batch) == engine.forward(text_payload(b"the "))
+
+
+def test_the_end_is_not_folded():
+    sampler = trained().sampler()
+    assert sampler.logprobs([ord("a"), END]) != sampler.logprobs([ord("a"), 0])
+    assert sampler.logprobs([ord("a"), END + 1]) == sampler.logprobs([ord("a"), 1])
+
+
+def test_foreign_stop_ids_are_ignored():
+    sampler = trained().sampler()
+    assert sampler.sample(request(stop=[256 * 7 + ord("e")]), "s") == sampler.sample(request(), "s")
+
+
+# States
+
+
+def train(engine, first, last):
+    for step in range(first, last):
+        engine.forward_backward(random_payload("importance_sampling", f"step {step}"))
+        engine.optim_step(ADAMW | {"weight_decay": 0.01})
+
+
+def test_three_steps_and_three_after_a_reload_are_six(tmp_path):
+    straight, interrupted, resumed = ByteLM(4, 0), ByteLM(4, 0), ByteLM(4, "another")
+    train(straight, 0, 6)
+    train(interrupted, 0, 3)
+    assert interrupted.save_state(tmp_path / "state") == 3
+    resumed.load_state(tmp_path / "state")
+    assert resumed.sampler().version == 3
+    train(resumed, 3, 6)
+    assert state_of(resumed) == state_of(straight)
+    assert resumed.sampler().sample(request(), "s") == straight.sampler().sample(request(), "s")
+
+
+def test_a_state_holds_no_gradients_and_saving_keeps_those_that_wait(tmp_path):
+    engine, other = trained(), trained()
+    engine.forward_backward(text_payload(b"pending"))
+    other.forward_backward(text_payload(b"other"))
+    before = state_of(engine)
+    engine.save_state(tmp_path / "state")
+    assert state_of(engine) == before
+    other.load_state(tmp_path / "state")
+    with pytest.raises(EngineError) as failure:
+        other.optim_step(ADAMW)
+    assert failure.value.code == "no_gradients"
+
+
+def test_loading_does_not_change_a_sampler(tmp_path):
+    ByteLM(4, 0).save_state(tmp_path / "state")
+    engine = trained()
+    sampler = engine.sampler()
+    before = sampler.logprobs(list(b"abc"))
+    engine.load_state(tmp_path / "state")
+    assert sampler.logprobs(list(b"abc")) == before != engine.sampler().logprobs(list(b"abc"))
+
+
+def test_saving_replaces_an_older_state_and_leaves_no_other_file(tmp_path):
+    engine = trained()
+    engine.save_state(tmp_path / "state")
+    train(engine, 0, 1)
+    engine.save_state(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    other = ByteLM(4, 9)
+    other.load_state(tmp_path / "state")
+    assert state_of(other) == state_of(engine)
+
+
+def test_a_save_that_fails_keeps_the_older_state_and_leaves_no_other_file(tmp_path, monkeypatch):
+    engine = trained()
+    engine.save_state(tmp_path / "state")
+    saved = (tmp_path / "state").read_bytes()
+    train(engine, 0, 1)
+    monkeypatch.setattr(byte_lm.os, "fsync", disk_full)
+    with pytest.raises(OSError, match="full"):
+        engine.save_state(tmp_path / "state")
+    assert (tmp_path / "state").read_bytes() == saved
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def disk_full(_):
+    raise OSError("disk full")
+
+
+def edited_state(path, *, metadata=None, **tensors):
+    engine = trained()
+    engine.save_state(path)
+    found, found_metadata = safetensors.decode(path.read_bytes())
+    path.write_bytes(safetensors.encode(found | tensors, found_metadata | (metadata or {})))
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
+    engine = trained()
+    engine.forward_backward(text_payload(b"pending"))
+    before = state_of(engine)
+    path = tmp_path / "state"
+    values = [0.0] * (771 * 4)
+
+    def refused(complaint):
+        with pytest.raises(ValueError, match=complaint):
+            engine.load_state(path)
+        assert state_of(engine) == before
+
+    trained(rank=5).save_state(path)
+    refused(r"weights is F64 \[771, 5\]; expected F64 \[771, 4\] for rank 4")
+    path.write_bytes(path.read_bytes()[:-1])
+    refused("safetensors")
+    path.write_bytes(b"")
+    refused("safetensors")
+    path.write_bytes(safetensors.encode({}, {"format": "pt"}))
+    refused("format 'pt'")
+    path.write_bytes(safetensors.encode({}, {"format": byte_lm._STATE_FORMAT, "step": "2"}))
+    refused("weights is missing")
+    edited_state(path, metadata={"step": "-1"})
+    refused("step '-1'")
+    edited_state(path, moment1=safetensors.Tensor("F32", [771, 4], values))
+    refused("moment1 is F32")
+    edited_state(path, moment2=safetensors.Tensor("F64", [771, 4], [math.nan, *values[1:]]))
+    refused("moment2 holds a number that is not finite")
+
+
+# Adapters
+
+
+def test_the_adapter_is_the_model(tmp_path):
+    """base + alpha/r · lora_B · lora_A · onehots, from the exported folder alone, is what the sampler says."""
+    engine = trained()
+    engine.export_lora(tmp_path / "adapter", base_model="some/model")
+    content = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    tensors, metadata = safetensors.decode(content)
+    assert metadata == {"format": "pt"}
+    lora_a = tensors["base_model.model.bigram.lora_A.weight"]
+    lora_b = tensors["base_model.model.bigram.lora_B.weight"]
+    assert (lora_a.dtype, lora_a.shape, lora_b.dtype, lora_b.shape) == ("F32", [4, 514], "F32", [257, 4])
+    prev, cur, token = b"abc"
+    h = [lora_a.values[k * 514 + prev] + lora_a.values[k * 514 + 257 + cur] for k in range(4)]
+    logits = [
+        base + scale * sum(lora_b.values[output * 4 + k] * h[k] for k in range(4))
+        for output, base in enumerate(byte_lm._base_logprobs(cur))
+    ]
+    logprob = logits[token] - math.log(math.fsum(map(math.exp, logits)))
+    assert engine.sampler().logprobs(list(b"abc"))[2] == pytest.approx(logprob, abs=1e-5)
+
+
+def test_the_adapters_bytes_and_config_are_what_peft_reads(tmp_path):
+    engine = trained()
+    engine.export_lora(tmp_path / "adapter", base_model="some/model")
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA"
+    assert config["base_model_name_or_path"] == "some/model"
+    assert config["target_modules"] == ["bigram"]
+    assert (config["r"], config["lora_alpha"]) == (4, 2)
+    content = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    begin, end = header["base_model.model.bigram.lora_B.weight"]["data_offsets"]
+    in_f32 = struct.unpack(f"<{257 * 4}f", content[8 + length :][begin:end])
+    assert in_f32 == pytest.approx(engine._policy.weights()[514 * 4 :], rel=1e-6)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    engine = trained()
+    monkeypatch.setattr(byte_lm.os, "fsync", disk_full)
+    with pytest.raises(OSError, match="full"):
+        engine.export_lora(tmp_path / "adapter", base_model="some/model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_does_not_overwrite(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(FileExistsError):
+        trained().export_lora(tmp_path / "adapter", base_model="some/model")
+
+
+def test_weights_beyond_f32_are_not_exported(tmp_path):
+    engine = trained()
+    engine.forward_backward(text_payload(b"aa"))
+    engine.optim_step(ADAMW | {"learning_rate": 1e40})
+    with pytest.raises(EngineError) as failure:
+        engine.export_lora(tmp_path / "adapter", base_model="some/model")
+    assert failure.value.code == "non_finite_export"
+    assert list(tmp_path.iterdir()) == []
+
+
+# Learning
+
+
+def vowel_share(tokens):
+    return sum(token in b"aeiou" for token in tokens if token != END) / len(tokens)
+
+
+def test_importance_sampling_with_group_mean_advantages_learns_vowels():
+    engine = ByteLM(8, 1)
+    prompt = b"the "
+    rewards_by_cycle = []
+    for cycle in range(35):
+        sequences = engine.sampler().sample(request(prompt, num_samples=16, max_tokens=16), f"cycle {cycle}")
+        rewards = [vowel_share(sequence["tokens"]) for sequence in sequences]
+        mean = sum(rewards) / 16
+        rewards_by_cycle.append(mean)
+        data = []
+        for sequence, reward in zip(sequences, rewards, strict=True):
+            tokens, n, pad = [*prompt, *sequence["tokens"]], len(sequence["tokens"]), len(prompt) - 1
+            padded = ([0.0] * pad + values for values in ([1.0] * n, sequence["logprobs"], [reward - mean] * n))
+            data.append(datum(tokens[:-1], tokens[1:], *padded))
+        engine.forward_backward(payload(*data, loss="importance_sampling"))
+        engine.optim_step(ADAMW)
+    assert rewards_by_cycle[0] < 0.3
+    assert min(rewards_by_cycle[-5:]) > 0.9

@@ -1,0 +1,59 @@
+"""``python -m whitney_loop.local --port 8900``: the embedded service alone, for any client, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+from whitney_loop.local.server import LocalServer
+from whitney_loop.local.service import DEFAULT_STORAGE, MODEL, Service
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    key_of_environment = os.environ.get("WHITNEY_API_KEY")
+    api_key = key_of_environment or secrets.token_urlsafe()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
+    try:
+        server = LocalServer(Service(options.storage), api_key, options.port)
+    except OSError as error:
+        print(f"cannot serve on port {options.port}: {error.strerror}; choose another --port", file=sys.stderr)
+        return 2
+    try:
+        print(f"Serving {MODEL}, for rehearsal. Storage: {options.storage.absolute()}. Ctrl-C ends it.")
+        print(f"WHITNEY_BASE_URL={server.base_url}")
+        print("WHITNEY_API_KEY=" + ("(the one of this environment)" if key_of_environment else api_key), flush=True)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends it at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    finally:
+        server.stop()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m whitney_loop.local", description=__doc__)
+    parser.add_argument("--port", type=_port, default=8900, help="on 127.0.0.1; 0 takes a free one (default: 8900)")
+    parser.add_argument(
+        "--storage",
+        type=Path,
+        default=Path(DEFAULT_STORAGE),
+        help=f"of states and adapters (default: {DEFAULT_STORAGE})",
+    )
+    return parser
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{port} is no port; expected 0 to 65535")
+    return port
+
+
+if __name__ == "__main__":
+    sys.exit(main())

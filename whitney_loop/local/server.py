@@ -1,0 +1,263 @@
+"""The HTTP front of the embedded service: routes, authorisation, and an error body for everything that goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
+
+from whitney_loop.local.engine import JSONObject
+from whitney_loop.local.service import Service, ServiceError
+
+HOST = "127.0.0.1"  # never another: it trains for whoever has the key, without TLS
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+_SOCKET_TIMEOUT_S = 30.0  # of a client that neither sends nor reads; a long poll is no such wait
+_LINGER_S = 2.0  # for a client that still sends a body which is not read
+_LINGER_BYTES = 4 * MAX_BODY_BYTES
+_STOP_S = 10.0  # of the workers, then of the connections
+_MAX_KEY_CHARS = 200
+_RETRYABLE = frozenset({429, 500, 503})
+
+_log = logging.getLogger("whitney_loop.local")
+
+
+class Request(NamedTuple):
+    """What a route may look at; ``raw`` is the body, ``key`` the Idempotency-Key."""
+
+    raw: bytes
+    key: str | None
+    query: str
+
+    def json(self) -> JSONObject:
+        try:
+            value = json.loads(self.raw.decode(), parse_constant=_refuse_constant)
+        except ValueError as error:
+            raise _invalid_json(f"it is not UTF-8 JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise _invalid_json(f"it is a JSON {type(value).__name__}")
+        return value
+
+    def wait_s(self) -> float:
+        text = parse_qs(self.query, keep_blank_values=True).get("wait_s", ["0"])[-1]
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not 0 <= seconds < math.inf:
+            raise ServiceError(400, "invalid_request", "wait_s is no number of seconds from 0")
+        return seconds
+
+
+_Action = Callable[..., JSONObject]  # of the service, the request and the ids in the path
+_ROUTES: list[tuple[str, str, _Action]] = [
+    ("GET", "capabilities", lambda s, r: s.capabilities()),
+    ("POST", "sessions", lambda s, r: s.create_session(r.json(), r.key)),
+    ("GET", "sessions/{id}", lambda s, r, session_id: s.session(session_id)),
+    ("POST", "sessions/{id}/close", lambda s, r, session_id: s.close_session(session_id)),
+    ("POST", "sessions/{id}/runs", lambda s, r, session_id: s.create_run(session_id, r.json(), r.key)),
+    ("GET", "runs/{id}", lambda s, r, run_id: s.run(run_id)),
+    ("POST", "runs/{id}/finish", lambda s, r, run_id: s.finish_run(run_id)),
+    ("POST", "runs/{id}/cancel", lambda s, r, run_id: s.cancel_run(run_id)),
+    ("POST", "runs/{id}/operations", lambda s, r, run_id: s.submit(run_id, r.json())),
+    ("POST", "runs/{id}/samplers/{id}/operations", lambda s, r, run_id, smp_id: s.submit(run_id, r.json(), smp_id)),
+    ("GET", "runs/{id}/operations/{id}", lambda s, r, run_id, op_id: s.operation(run_id, op_id, r.wait_s())),
+]
+_PATTERNS = [
+    (verb, re.compile("/v1/training/" + path.replace("{id}", "([^/]+)")), action) for verb, path, action in _ROUTES
+]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection; one request after the other."""
+
+    server: LocalServer
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.1"  # else a malformed first line would be answered without a status line
+    server_version = "whitney-loop"
+    sys_version = ""
+    timeout = _SOCKET_TIMEOUT_S
+    disable_nagle_algorithm = True
+    wbufsize = -1  # buffered: headers and body leave in one packet
+    _body_is_unread = False
+
+    def do_GET(self) -> None:
+        self._body_is_unread = "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0"
+        try:
+            status, body = 200, self._result()
+        except (ConnectionError, TimeoutError):
+            raise  # the client is gone, or too slow
+        except ServiceError as error:
+            status, body = error.status, _error_body(error)
+        except RecursionError:
+            status, body = 400, _error_body(_invalid_json("it is nested too deeply"))
+        except Exception:
+            _log.exception("%s %s", self.command, self.path)
+            broken = ServiceError(500, "internal_error", "the service broke; its log (whitney_loop.local) says where")
+            status, body = broken.status, _error_body(broken)
+        self._answer(status, body)
+        if self._body_is_unread:
+            self._linger()
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = do_GET  # noqa: N815 - as above
+
+    def _result(self) -> JSONObject:
+        self._authorise()
+        path, _, query = self.path.partition("?")
+        action, ids = self._route(path)
+        key = self.headers.get("Idempotency-Key")
+        if key is not None and not 0 < len(key) <= _MAX_KEY_CHARS:
+            raise ServiceError(400, "invalid_request", f"Idempotency-Key must have 1 to {_MAX_KEY_CHARS} characters")
+        raw = self._body() if self.command == "POST" else b""
+        return action(self.server.service, Request(raw, key, query), *ids)
+
+    def _authorise(self) -> None:
+        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
+        # Headers arrive as Latin-1; the comparison takes as long for a near miss as for a far one.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self.server.key_bytes):
+            raise ServiceError(401, "unauthorized", "send Authorization: Bearer and the key of this service")
+
+    def _route(self, path: str) -> tuple[_Action, tuple[str, ...]]:
+        found = [(verb, match, action) for verb, pattern, action in _PATTERNS if (match := pattern.fullmatch(path))]
+        for verb, match, action in found:
+            if verb == self.command:
+                return action, match.groups()
+        if found:
+            allowed = ", ".join(verb for verb, _, _ in found)
+            message = f"this path takes {allowed}, not {self.command}"
+            raise ServiceError(405, "method_not_allowed", message, allow=allowed)
+        raise ServiceError(404, "not_found", "there is no such path; the training API is under /v1/training/")
+
+    def _body(self) -> bytes:
+        lengths = self.headers.get_all("Content-Length", [])
+        if "Transfer-Encoding" in self.headers or not lengths:
+            self._body_is_unread = True  # where it ends is not known: nothing more can be read from here
+            raise ServiceError(411, "length_required", "send the body with a Content-Length, not chunked")
+        if len(lengths) > 1 or not re.fullmatch("[0-9]{1,18}", lengths[0]):
+            raise ServiceError(400, "invalid_request", "Content-Length is no count of bytes")
+        length = int(lengths[0])
+        if length > MAX_BODY_BYTES:
+            raise ServiceError(413, "body_too_large", f"the body has {length} bytes; the limit is {MAX_BODY_BYTES}")
+        raw = self.rfile.read(length)
+        self._body_is_unread = len(raw) < length
+        if self._body_is_unread:
+            raise _invalid_json(f"it ended after {len(raw)} of {length} bytes")
+        return raw
+
+    def _answer(self, status: int, body: JSONObject) -> None:
+        request_id = f"req-{secrets.token_hex(8)}"
+        if status >= 400:
+            body["request_id"] = request_id
+        content = json.dumps(body, allow_nan=False).encode()
+        self.close_connection = self.close_connection or self._body_is_unread
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("X-Request-Id", request_id)
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if status == 405:
+            self.send_header("Allow", body["error"]["allow"])
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+        self.wfile.flush()
+
+    def _linger(self) -> None:
+        """Let the client send the body that nobody reads; closing at once would reset what it was answered."""
+        self.connection.settimeout(_LINGER_S)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            dropped = 0
+            while dropped < _LINGER_BYTES and (chunk := self.connection.recv(65536)):
+                dropped += len(chunk)
+
+    def handle_expect_100(self) -> bool:
+        proceed = super().handle_expect_100()
+        self.wfile.flush()  # or the client waits for it, and we for the body
+        return proceed
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server itself refuses, such as a malformed request line."""
+        self.close_connection = True
+        self._answer(code, _error_body(ServiceError(code, "bad_request", message or "the request is malformed")))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _log.debug(format, *args)
+
+
+class LocalServer(ThreadingHTTPServer):
+    """The service on a loopback port. ``serve_forever`` runs it, ``stop`` ends it once that has returned.
+
+    Raises OSError where the port is taken.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128  # many clients may start at once
+    allow_reuse_address = os.name != "nt"  # on Windows it would share a taken port
+    allow_reuse_port = False
+
+    def __init__(self, service: Service, api_key: str, port: int = 0) -> None:
+        self.service = service
+        self.key_bytes = api_key.encode()
+        self._connections: dict[Any, threading.Thread] = {}
+        super().__init__((HOST, port), Handler)
+        self.base_url = f"http://{HOST}:{self.server_address[1]}"
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's asks the name service, which can take seconds
+        self.server_name, self.server_port = HOST, self.server_address[1]
+
+    def stop(self) -> None:
+        """Cancel what runs, answer who waits, close every connection and wait for their threads."""
+        self.service.stop(_STOP_S)
+        deadline = time.monotonic() + _STOP_S
+        for connection, thread in list(self._connections.items()):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # what is being answered may still be sent
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        thread = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
+        self._connections[request] = thread
+        thread.start()
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self._connections.pop(request, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if isinstance(sys.exc_info()[1], OSError):
+            _log.debug("a client left: %s", sys.exc_info()[1])
+        else:
+            _log.exception("a connection broke")
+
+
+def _error_body(refusal: ServiceError) -> JSONObject:
+    retryable = refusal.status in _RETRYABLE
+    return {"error": {"code": refusal.code, "message": str(refusal), "retryable": retryable, **refusal.extra}}
+
+
+def _invalid_json(why: str) -> ServiceError:
+    return ServiceError(400, "invalid_json", f"the body must be a JSON object; {why}")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
