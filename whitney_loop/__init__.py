@@ -11,7 +11,19 @@ from whitney_loop.advantages import (
     length_normalize,
 )
 from whitney_loop.build_loss import BuildLoss, LoopContext, NoGradientSignal
+from whitney_loop.client import WhitneyClient, result_sampler_id, result_sequences
 from whitney_loop.datums import Datum, Tensor, rl_datum, sft_datum, tensor
+from whitney_loop.errors import (
+    ConfigurationError,
+    OperationFailed,
+    OperationTimeout,
+    RequestRejected,
+    RunBroken,
+    ServiceUnavailable,
+    UnexpectedResponse,
+    WhitneyError,
+)
+from whitney_loop.lifecycle import lora_run, training_session
 from whitney_loop.losses import (
     LOSS_CONFIG_KEYS,
     LOSS_SUPPORT,
@@ -32,10 +44,19 @@ __all__ = [
     "LOSS_CONFIG_KEYS",
     "LOSS_SUPPORT",
     "BuildLoss",
+    "ConfigurationError",
     "Datum",
     "LoopContext",
     "NoGradientSignal",
+    "OperationFailed",
+    "OperationTimeout",
+    "RequestRejected",
+    "RunBroken",
+    "ServiceUnavailable",
     "Tensor",
+    "UnexpectedResponse",
+    "WhitneyClient",
+    "WhitneyError",
     "adamw_optimizer",
     "all_zero",
     "check_payload",
@@ -45,10 +66,14 @@ __all__ = [
     "leave_one_out_baseline",
     "length_normalize",
     "logprobs_request",
+    "lora_run",
     "require_advertised_loss",
     "require_loss_config",
+    "result_sampler_id",
+    "result_sequences",
     "rl_datum",
     "sample_request",
     "sft_datum",
     "tensor",
+    "training_session",
 ]

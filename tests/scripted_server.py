@@ -1,0 +1,111 @@
+"""A server on a loopback port that does to each connection what a script says, in turn: a service having a bad day."""
+
+import json
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+
+CLIENT_GIVES_UP_S = 10.0  # a test that goes wrong ends; one that goes right never waits for it
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+
+class ScriptedServer:
+    """``script``: for each connection, bytes to answer before closing it, or a callable that gets the connection."""
+
+    def __init__(self, *script):
+        self.script = list(script)
+        self.requests: list[Request] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self):
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(CLIENT_GIVES_UP_S)
+                request = _read_request(connection)
+                if request is None:
+                    continue
+                self.requests.append(request)
+                action = self.script.pop(0) if self.script else refusal(400, "script_ended")
+                if callable(action):
+                    action(connection)
+                else:
+                    connection.sendall(action)
+
+
+def _read_request(connection):
+    stream = connection.makefile("rb")
+    first = stream.readline().decode().split()
+    if not first:
+        return None
+    headers = {}
+    while line := stream.readline().decode().strip():
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    return Request(first[0], first[1], headers, stream.read(int(headers.get("content-length", 0))))
+
+
+def reply(body, status=200, headers=(), declared_length=None):
+    """An HTTP answer as bytes; ``body`` may be JSON, text or bytes."""
+    raw = body if isinstance(body, bytes) else body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status} Whatever", "Connection: close", *headers]
+    if declared_length != "none":
+        lines.append(f"Content-Length: {len(raw) if declared_length is None else declared_length}")
+    return "\r\n".join([*lines, "", ""]).encode() + raw
+
+
+def refusal(status, code, headers=(), **extra):
+    error = {"code": code, "message": f"this is {code}", "retryable": False, **extra}
+    return reply({"error": error, "request_id": "req-7"}, status, headers)
+
+
+def operation(status="succeeded", result=None, seq_id=1, **fields):
+    body = {"operation_id": "op-1", "run_id": "run-1", "kind": "any", "seq_id": seq_id, "status": status}
+    return reply(body | {"result": {"answer": 42} if result is None else result, "error": None} | fields)
+
+
+def run(status="active", next_seq_id=1):
+    return reply({"run_id": "run-1", "session_id": "ses-1", "status": status, "next_seq_id": next_seq_id})
+
+
+def drop(connection):
+    """Close without a word: the request arrived, the reply is lost."""
+
+
+def reset_after(sent):
+    def act(connection):
+        connection.sendall(sent)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close sends a RST
+
+    return act
+
+
+def stall(connection):
+    """Say nothing until the client has given up."""
+    connection.recv(1)

@@ -1,0 +1,149 @@
+"""Nothing is left open, however the block ends; the embedded service is asked afterwards."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from scripted_server import ScriptedServer, refusal, reply, run, stall
+
+from whitney_loop import (
+    OperationFailed,
+    RequestRejected,
+    ServiceUnavailable,
+    WhitneyClient,
+    lora_run,
+    training_session,
+)
+from whitney_loop.local import serve
+
+
+@pytest.fixture
+def service(tmp_path):
+    with serve(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service):
+    return WhitneyClient(service.base_url, service.api_key)
+
+
+def statuses(client, session_id):
+    """(status of the session, statuses of its runs)"""
+    session = client.session(session_id)
+    return session["status"], [run["status"] for run in session["runs"]]
+
+
+def test_a_block_that_ends_finishes_the_run_and_closes_the_session(client):
+    with training_session(client, provider="modal") as session_id:
+        with lora_run(client, session_id, model="byte-lm", rank=2, seed=1) as run_id:
+            client.run_operation(run_id, "save_weights_for_sampler", {})
+        assert statuses(client, session_id) == ("open", ["finished"])
+    assert statuses(client, session_id) == ("closed", ["finished"])
+
+
+@pytest.mark.parametrize("error", [ValueError("first"), KeyboardInterrupt(), SystemExit(3)])
+def test_a_block_that_raises_cancels_every_run_and_closes_the_session(client, error):
+    with pytest.raises(type(error)) as caught, training_session(client, provider="modal") as session_id:
+        with lora_run(client, session_id, model="byte-lm", rank=2):
+            with lora_run(client, session_id, model="byte-lm", rank=2):
+                raise error
+    assert caught.value is error
+    assert statuses(client, session_id) == ("closed", ["cancelled", "cancelled"])
+
+
+def test_an_inner_run_that_fails_leaves_the_outer_one_its_own_end(client):
+    with training_session(client, provider="modal") as session_id:
+        with lora_run(client, session_id, model="byte-lm", rank=2):
+            with pytest.raises(OperationFailed), lora_run(client, session_id, model="byte-lm", rank=2) as inner:
+                client.run_operation(inner, "optim_step", optimizer())
+    assert statuses(client, session_id) == ("closed", ["finished", "cancelled"])
+
+
+def optimizer():
+    from whitney_loop import adamw_optimizer
+
+    return {"optimizer": adamw_optimizer(1e-3)}
+
+
+def test_a_run_that_can_not_be_created_leaves_no_session_open(client):
+    with pytest.raises(RequestRejected), training_session(client, provider="modal") as session_id:
+        with lora_run(client, session_id, model="byte-lm", rank=-1):
+            pytest.fail("there is no such run")
+    assert statuses(client, session_id) == ("closed", [])
+
+
+@pytest.mark.parametrize(("end", "status"), [("finish", "finished"), ("cancel", "cancelled")])
+def test_a_run_that_the_block_itself_ended_is_left_so(client, end, status):
+    with training_session(client, provider="modal") as session_id:
+        with lora_run(client, session_id, model="byte-lm", rank=2) as run_id:
+            getattr(client, end)(run_id)
+    assert statuses(client, session_id) == ("closed", [status])
+
+
+def test_a_clean_up_that_fails_is_logged_with_the_command_and_hides_nothing(caplog):
+    script = [reply({"session_id": "ses-1"}), refusal(400, "no_close")]
+    with ScriptedServer(*script) as server, pytest.raises(ZeroDivisionError):
+        with training_session(WhitneyClient(server.base_url), provider="modal"):
+            _ = 1 / 0
+    command = f"python -m whitney_loop close ses-1 --base-url {server.base_url}"
+    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "may still be open: session ses-1" in error and command in error and "no_close" in error
+
+
+def test_a_finish_that_fails_is_the_error_and_the_run_is_cancelled():
+    script = [
+        reply({"session_id": "ses-1"}), reply({"run_id": "run-1"}), refusal(409, "run_not_active"), run("failed"),
+        run("failed"), run("failed"), reply({"session_id": "ses-1"}),
+    ]  # fmt: skip
+    with ScriptedServer(*script) as server, pytest.raises(RequestRejected, match="run_not_active"):
+        client = WhitneyClient(server.base_url)
+        with training_session(client, provider="modal") as session_id, lora_run(client, session_id, model="m"):
+            pass
+    assert [request.path.rpartition("/")[2] for request in server.requests] == [
+        "sessions", "runs", "finish", "run-1", "cancel", "run-1", "close",
+    ]  # fmt: skip
+
+
+def test_a_session_whose_creation_got_no_answer_is_found_by_its_key_and_closed():
+    script = [stall, reply({"session_id": "ses-1"}), reply({"session_id": "ses-1", "status": "closed"})]
+    with ScriptedServer(*script) as server:
+        client = WhitneyClient(server.base_url, submit_timeout_s=0.3, exchange_timeout_s=0.3)
+        with pytest.raises(ServiceUnavailable) as caught, training_session(client, provider="modal"):
+            pytest.fail("there is no id")
+    assert caught.value.outcome == "unknown"
+    lost, again, close = server.requests
+    assert lost.headers["idempotency-key"] == again.headers["idempotency-key"]
+    assert close.path == "/v1/training/sessions/ses-1/close"
+
+
+def test_an_interrupt_during_clean_up_stops_the_waiting_and_tries_the_close_once(caplog):
+    def interrupt(connection):
+        os.kill(os.getpid(), signal.SIGINT)
+        stall(connection)
+
+    script = [reply({"session_id": "ses-1"}), reply({"run_id": "run-1"}), interrupt, reply({"session_id": "ses-1"})]
+    with ScriptedServer(*script) as server, pytest.raises(ZeroDivisionError):
+        client = WhitneyClient(server.base_url)
+        with training_session(client, provider="modal") as session_id, lora_run(client, session_id, model="m"):
+            _ = 1 / 0
+    assert [request.path.rpartition("/")[2] for request in server.requests] == ["sessions", "runs", "cancel", "close"]
+    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "may still be open: run run-1" in error and "KeyboardInterrupt" in error
+
+
+def test_the_close_command_cancels_what_runs_and_closes(service, client):
+    session_id = client.create_session("modal")
+    run_id = client.create_lora_run(session_id, model="byte-lm", rank=2)
+    environment = os.environ | {"WHITNEY_API_KEY": service.api_key}
+    command = [sys.executable, "-m", "whitney_loop", "close", session_id, "--base-url", service.base_url]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, f"cancelled run {run_id}\nclosed session {session_id}\n")
+    assert statuses(client, session_id) == ("closed", ["cancelled"])
+
+    command[4] = "ses-unknown"
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert failed.returncode == 1 and failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1

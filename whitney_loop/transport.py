@@ -1,0 +1,313 @@
+"""One HTTP exchange with the service, by urllib: where it may go, when it is asked again, and when that ends.
+
+Every request of this package may be sent twice without harm (a GET, an Idempotency-Key, a ``seq_id``), so each
+retry sends the same bytes. Retrying is limited by time, not by count.
+"""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import http.client
+import ipaddress
+import json
+import logging
+import random
+import re
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any, cast
+
+from whitney_loop.errors import (
+    ConfigurationError,
+    Outcome,
+    RequestRejected,
+    ServiceUnavailable,
+    UnexpectedResponse,
+    WhitneyError,
+)
+
+logger = logging.getLogger("whitney_loop")
+
+_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+_UNTOUCHED_STATUSES = frozenset({408, 429})  # the service says that it did not take the request
+_FIRST_BACKOFF_S = 0.25
+_LONGEST_BACKOFF_S = 20.0
+_LARGEST_BODY = 256 * 2**20  # bytes; logprobs of 1,000 completions of 10,000 tokens fit
+_CHUNK = 64 * 2**10
+_SHOWN_BYTES = 200  # of a body that is no JSON of the contract
+
+
+class Transport:
+    """Sends to one base URL, with one key. Thread-safe: it holds no connection and no state."""
+
+    def __init__(self, base_url: str, api_key: str | None, *, exchange_timeout_s: float) -> None:
+        self.base_url = _checked_base_url(base_url)
+        self._key = _checked_key(api_key)
+        self._exchange_timeout_s = exchange_timeout_s
+        loopback = _is_loopback(urllib.parse.urlsplit(self.base_url).hostname or "")
+        if not loopback and not self._key:
+            raise ConfigurationError(
+                f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address is spoken to without)",
+                outcome="not_sent",
+            )
+        # A proxy named in the environment is honoured, but never sees what goes to this machine itself.
+        proxies = urllib.request.ProxyHandler({}) if loopback else urllib.request.ProxyHandler()
+        self._opener = urllib.request.build_opener(proxies, _NoRedirect)
+
+    def exchange(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        budget_s: float,
+        idempotency_key: str | None = None,
+        seq_id: int | None = None,
+        long_poll: bool = False,
+    ) -> dict[str, Any] | None:
+        """The JSON object that the service answers; None where a ``long_poll`` ended without an answer.
+
+        Asks again on connection trouble and on the statuses above until ``budget_s`` seconds have passed.
+        Raises RequestRejected, UnexpectedResponse, or ServiceUnavailable when the time is up.
+        """
+        deadline = time.monotonic() + budget_s
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        if idempotency_key:
+            headers["Idempotency-Key"] = idempotency_key
+        request = urllib.request.Request(self.base_url + path, data=body, headers=headers, method=method)
+        facts: dict[str, Any] = {"method": method, "path": path, "seq_id": seq_id, "attempts": 0}
+        may_have_arrived = False
+        while True:
+            facts["attempts"] += 1
+            try:
+                return self._attempt(request, deadline, facts)
+            except _Trouble as trouble:
+                if long_poll and trouble.read_timed_out:
+                    return None
+                may_have_arrived |= trouble.may_have_arrived
+                outcome: Outcome = "unknown" if may_have_arrived else trouble.outcome_if_untouched
+                self._pause_or_give_up(trouble, deadline, facts, outcome)
+            except WhitneyError as error:
+                # Only the service itself, having let the request in, settles what became of an earlier attempt.
+                if may_have_arrived and (error.code is None or error.status in (401, 403)):
+                    error.outcome = "unknown"
+                raise
+
+    def _attempt(self, request: urllib.request.Request, deadline: float, facts: dict[str, Any]) -> dict[str, Any]:
+        timeout = min(self._exchange_timeout_s, max(deadline - time.monotonic(), 0.001))
+        end = time.monotonic() + timeout
+        try:
+            with self._opener.open(request, timeout=timeout) as response:
+                return self._parsed(_read(response, end, facts), response.status, facts)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self._refusal(error, end, facts) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._connection_trouble(error, facts) from error
+
+    def _parsed(self, raw: bytes, status: int, facts: dict[str, Any]) -> dict[str, Any]:
+        parsed = _json_object(raw)
+        if parsed is not None:
+            return parsed
+        message = f"answered {status} with a body that is no JSON object: {self._shown(raw)}"
+        if raw.strip()[:1] in (b"", b"{"):  # cut short on its way
+            raise _Trouble(message, may_have_arrived=True)
+        raise UnexpectedResponse(
+            f"the service {message}. Is {self.base_url} the API itself?",
+            outcome="unknown", status=status, **facts,
+        )  # fmt: skip
+
+    def _refusal(self, answer: urllib.error.HTTPError, end: float, facts: dict[str, Any]) -> Exception:
+        status = answer.code
+        try:
+            raw = _read(cast(http.client.HTTPResponse, answer.fp), end, facts)
+        except (OSError, http.client.HTTPException):
+            raw = b""  # the status alone says what to do
+        body = _json_object(raw) or {}
+        error = body.get("error")
+        error = error if isinstance(error, dict) else {}
+        message = error.get("message")
+        said = self._redacted(message) if isinstance(message, str) else f"no JSON error: {self._shown(raw)}"
+        about: dict[str, Any] = {
+            "status": status,
+            "code": self._redacted(error["code"]) if isinstance(error.get("code"), str) else None,
+            "request_id": self._redacted(body["request_id"]) if isinstance(body.get("request_id"), str) else None,
+        }
+        if status in _RETRIED_STATUSES:
+            return _Trouble(
+                f"answered {status}: {said}",
+                may_have_arrived=status not in _UNTOUCHED_STATUSES,
+                outcome_if_untouched="rejected",
+                retry_after=_retry_after_s(answer.headers.get("Retry-After")),
+                about=about,
+            )
+        if 300 <= status < 400:
+            said = "a redirect, which is refused: it could carry the key elsewhere. Give the final base URL"
+        if status >= 500:
+            return ServiceUnavailable(f"the service answered {status}: {said}", outcome="unknown", **about, **facts)
+        return RequestRejected(f"the service refused: {said}", outcome="rejected", **about, **facts)
+
+    def _connection_trouble(self, error: Exception, facts: dict[str, Any]) -> Exception:
+        # urllib wraps what happens while connecting and sending; what happens while reading comes as it is.
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        name = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(cause)
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return ConfigurationError(
+                f"the certificate of {self.base_url} is not trusted: {cause.verify_message}",
+                outcome="not_sent",
+                **facts,
+            )
+        never_left = isinstance(cause, (ConnectionRefusedError, socket.gaierror))
+        return _Trouble(
+            self._redacted(name),
+            may_have_arrived=not never_left,
+            read_timed_out=isinstance(error, TimeoutError),
+        )
+
+    def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any], outcome: Outcome) -> None:
+        left = deadline - time.monotonic()
+        pause = trouble.retry_after or _backoff_s(facts["attempts"])
+        if pause >= left:
+            asked = f"; it asks to wait {pause:.0f} s, and {max(left, 0):.0f} s are left" if trouble.retry_after else ""
+            raise ServiceUnavailable(
+                f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}",
+                outcome=outcome, retryable=True, **trouble.about, **facts,
+            ) from trouble  # fmt: skip
+        logger.warning(
+            "%s %s: %s; attempt %d, again in %.1f s",
+            facts["method"],
+            facts["path"],
+            trouble,
+            facts["attempts"],
+            pause,
+        )
+        time.sleep(pause)
+
+    def _shown(self, raw: bytes) -> str:
+        return repr(self._redacted(raw.decode("utf-8", "replace"))[:_SHOWN_BYTES])
+
+    def _redacted(self, text: str) -> str:
+        return text.replace(self._key, "[key]") if self._key else text
+
+
+class _Trouble(Exception):
+    """One attempt that may be made again."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        may_have_arrived: bool,
+        outcome_if_untouched: Outcome = "not_sent",
+        read_timed_out: bool = False,
+        retry_after: float | None = None,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.may_have_arrived = may_have_arrived
+        self.outcome_if_untouched = outcome_if_untouched
+        self.read_timed_out = read_timed_out
+        self.retry_after = retry_after
+        self.about = about or {}
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None  # urllib then raises the 3xx as an HTTPError
+
+
+def _read(response: http.client.HTTPResponse, end: float, facts: dict[str, Any]) -> bytes:
+    """The whole body. urllib's timeout is for one read only, so a body that drips is ended here."""
+    chunks = []
+    size = 0
+    while chunk := response.read1(_CHUNK):
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > _LARGEST_BODY:
+            raise UnexpectedResponse(
+                f"the answer is larger than {_LARGEST_BODY} bytes",
+                outcome="unknown",
+                status=response.status,
+                **facts,
+            )
+        if time.monotonic() > end:
+            raise TimeoutError("the answer did not end in time")
+    if response.length:  # read1 does not say that the connection ended early
+        raise http.client.IncompleteRead(b"".join(chunks), response.length)
+    return b"".join(chunks)
+
+
+def _json_object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def _backoff_s(attempts: int) -> float:
+    """Full jitter: anything from 0 to a ceiling that doubles."""
+    return random.uniform(0, min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(attempts, 16)))
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """Seconds to wait from either form of Retry-After; None for nonsense, 0, and what is past."""
+    value = (value or "").strip()
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", value):
+        return float(value) or None
+    try:
+        when = email.utils.parsedate_to_datetime(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=datetime.timezone.utc)
+    seconds = (when - datetime.datetime.now(datetime.timezone.utc)).total_seconds()
+    return seconds if seconds > 0 else None
+
+
+def _checked_base_url(base_url: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(base_url.strip())
+        host, _ = parts.hostname, parts.port
+        (host or "").encode("idna")
+    except ValueError:
+        parts, host = urllib.parse.urlsplit(""), None
+    problem = None
+    if parts.scheme not in ("http", "https") or not host:
+        problem = "expected https://HOST or http://127.0.0.1:PORT"
+    elif parts.username is not None or parts.password is not None:
+        problem = "it holds a user name or password; the key belongs in WHITNEY_API_KEY"
+    elif not re.fullmatch(r"[!-~]+", parts.netloc + parts.path):
+        problem = "it holds a space or a character outside ASCII"
+    elif parts.query or parts.fragment:
+        problem = "it holds a query or a fragment; give scheme, host and path only"
+    elif parts.scheme == "http" and not _is_loopback(host):
+        problem = "the key is sent over https only, except to a loopback address"
+    if problem:
+        # Not shown whole: what stands where a password may stand is never printed.
+        shown = f"{parts.scheme}://{host}" if host else "given"
+        raise ConfigurationError(f"base URL {shown} can not be used: {problem}", outcome="not_sent")
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
+
+
+def _checked_key(api_key: str | None) -> str | None:
+    if api_key and not re.fullmatch(r"[!-~]+", api_key):
+        raise ConfigurationError(
+            "the API key holds a space, a line break or a character outside ASCII; copy it again",
+            outcome="not_sent",
+        )
+    return api_key or None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
