@@ -1,0 +1,98 @@
+"""What the README says is true: its Python runs, its commands run, its tables are the code's."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import whitney_loop
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = [re.sub(r"(?m)^   ", "", block) if block.startswith("   ") else block
+          for block in re.findall(r"(?ms)^ *```python\n(.*?)^ *```", README)]  # fmt: skip
+
+# Stands in for the library of the reader's own tokenizer.
+TRANSFORMERS = """
+class AutoTokenizer:
+    eos_token_id = 151645
+    @classmethod
+    def from_pretrained(cls, name):
+        return cls()
+    def encode(self, text):
+        return list(text.encode())
+"""
+
+
+def run(command, folder):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WHITNEY_")}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=range(len(PYTHON)))
+def test_every_python_block_runs(block, tmp_path):
+    (tmp_path / "transformers.py").write_text(TRANSFORMERS)
+    (tmp_path / "block.py").write_text(block)
+    done = run([sys.executable, "block.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_build_loss_block_trains_and_the_tokenizer_block_makes_its_request(tmp_path):
+    [build_loss] = [block for block in PYTHON if "def build_loss" in block]
+    [tokenizer] = [block for block in PYTHON if "AutoTokenizer" in block]
+    (tmp_path / "mymod.py").write_text(build_loss)
+    (tmp_path / "transformers.py").write_text(TRANSFORMERS)
+    (tmp_path / "make.py").write_text(tokenizer)
+    assert run([sys.executable, "make.py"], tmp_path).returncode == 0
+    [command] = re.findall(r"python (examples/rl_loop.py .*--local)$", README, re.MULTILINE)
+    script, *arguments = shlex.split(command)
+    done = run([sys.executable, str(ROOT / script), *arguments], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cycles_done"] == 2
+
+
+def test_the_transcript_is_what_the_command_prints(tmp_path):
+    command = re.findall(r"^    python (examples/rl_loop.py .*)$", README, re.MULTILINE)[0]
+    script, *arguments = shlex.split(command)
+    done = run([sys.executable, str(ROOT / script), *arguments, "--seed", "1"], tmp_path)
+    [transcript] = re.findall(r"(?ms)^```console\n(.*?)^```", README)
+    # Python's sum rounds differently from 3.12 on, so after the first cycle only the form is the same everywhere.
+    shown, printed = transcript.splitlines(), done.stderr.splitlines()
+    cycle = re.compile(r"cycle \d+  version \d+  reward/mean (\S+)  (loss \S+  tokens \d+  \S+ s|skipped: .*)")
+    assert shown[1].split()[:6] == printed[1].split()[:6]
+    assert all(cycle.fullmatch(line) for line in [*shown[1:4], *printed[1:41]])
+    summary = json.loads(transcript.splitlines()[-1])
+    assert summary.keys() == json.loads(done.stdout).keys()
+
+
+def test_the_loss_tables_are_those_of_the_code():
+    rows = re.findall(r"^\| `(\w+)` \| (✓?) *\| (✓?) *\| ?(.*?) *\|$", README, re.MULTILINE)
+    assert {loss for loss, modal, _, _ in rows if modal} == whitney_loop.LOSS_SUPPORT["modal"]
+    assert {loss for loss, _, tinker, _ in rows if tinker} == whitney_loop.LOSS_SUPPORT["tinker"]
+    keys = {loss: set(re.findall(r"`(\w+)`", cell)) for loss, modal, _, cell in rows if modal}
+    assert keys == whitney_loop.LOSS_CONFIG_KEYS
+
+
+def test_every_public_name_is_in_the_readme():
+    public = {name: getattr(whitney_loop, name) for name in whitney_loop.__all__}
+    errors = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, Exception)}
+    types = {"BuildLoss", "Datum", "Tensor", "LoopContext"}
+    missing = {name for name in public if name not in README}
+    assert missing <= errors | types
+
+
+def test_every_link_and_path_leads_somewhere():
+    for target in re.findall(r"\]\((\S+?)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_version_is_that_of_the_package():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", whitney_loop.__version__)
