@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from whitney_loop import rl_datum, sft_datum, tensor
+from whitney_loop import (
+    completion_logprobs,
+    completion_values,
+    critic_datum,
+    rl_datum,
+    sft_datum,
+    tensor,
+    trajectory_datum,
+)
 
 
 class Scalar:
@@ -146,3 +154,65 @@ def test_what_is_given_is_not_changed():
     prompt, completion, logprobs = [1, 2], [3], [-1.0]
     rl_datum(prompt, completion, logprobs, 1.0)["input"]["token_ids"].append(9)
     assert (prompt, completion, logprobs) == ([1, 2], [3], [-1.0])
+
+
+def test_a_trajectory_of_one_span_is_an_rl_datum():
+    rng = random.Random(3)
+    for length in range(6):
+        prompt = [rng.randrange(99) for _ in range(rng.randrange(2, 5))]
+        completion = [rng.randrange(99) for _ in range(length)]
+        logprobs = [-rng.random() for _ in completion]
+        advantages = [rng.gauss(0, 1) for _ in completion]
+        spans = [(prompt, None), (completion, logprobs)]
+        assert trajectory_datum(spans, 0.5) == rl_datum(prompt, completion, logprobs, 0.5)
+        for clip in ({}, {"clip_low": 0.8, "clip_high": 1.28}):
+            assert trajectory_datum(spans, advantages, **clip) == rl_datum(
+                prompt, completion, logprobs, advantages, **clip
+            )
+
+
+def test_in_a_trajectory_only_what_was_sampled_carries_weight_logprob_and_advantage():
+    spans = [([1, 2], None), ([3, 4], [-0.3, -0.4]), ([5], None), ([6], [-0.6]), ([7, 8], None)]
+    datum = trajectory_datum(spans, [1.0, 2.0, 3.0], clip_high=1.2)
+    assert datum["input"]["token_ids"] == [1, 2, 3, 4, 5, 6, 7]
+    assert values(datum, "target_tokens") == [2, 3, 4, 5, 6, 7, 8]
+    assert values(datum, "weights") == [0, 1, 1, 0, 1, 0, 0]
+    assert values(datum, "logprobs") == [0, -0.3, -0.4, 0, -0.6, 0, 0]
+    assert values(datum, "advantages") == [0, 1.0, 2.0, 0, 3.0, 0, 0]
+    assert values(datum, "clip_high_threshold") == [0, 1.2, 1.2, 0, 1.2, 0, 0]
+
+
+def test_a_trajectory_that_is_none_is_refused_with_the_span():
+    for spans in ([], [([], None)], [([1, 2], [-1.0, -1.0])]):
+        with pytest.raises(ValueError, match="must be an observation"):
+            trajectory_datum(spans, 1.0)
+    with pytest.raises(ValueError, match=r"spans\[1\].logprobs has 1 entries.*2 sampled tokens"):
+        trajectory_datum([([1], None), ([2, 3], [-1.0])], 1.0)
+    with pytest.raises(ValueError, match=r"spans\[1\].tokens\[0\] is -1"):
+        trajectory_datum([([1], None), ([-1], [-1.0])], 1.0)
+    with pytest.raises(ValueError, match="advantage has 1 entries.*2 sampled tokens"):
+        trajectory_datum([([1], None), ([2, 3], [-1.0, -1.0])], [1.0])
+
+
+def test_a_critic_datum_has_values_and_returns_where_the_policy_chose():
+    datum = critic_datum([1, 2], [3, 4], [0.1, 0.2], [1.0, 2.0])
+    assert datum["input"]["token_ids"] == [1, 2, 3]
+    assert values(datum, "weights") == [0, 1, 1]
+    assert values(datum, "values") == [0, 0.1, 0.2]
+    assert values(datum, "returns") == [0, 1.0, 2.0]
+    with pytest.raises(ValueError, match="values has 1 entries.*2 sampled tokens"):
+        critic_datum([1, 2], [3, 4], [0.1], [1.0, 2.0])
+    with pytest.raises(ValueError, match="returns.1. is nan"):
+        critic_datum([1, 2], [3, 4], [0.1, 0.2], [1.0, math.nan])
+
+
+def test_the_completions_part_of_a_result_is_cut_at_the_prompt():
+    assert completion_logprobs({"logprobs": [None, -0.2, -0.3, -0.4]}, [1, 2]) == [-0.3, -0.4]
+    assert completion_logprobs({"logprobs": [None, -0.2]}, [1, 2]) == []
+    assert completion_values({"values": [0.1, 0.2, 0.3]}, [1, 2]) == [0.2, 0.3]
+    with pytest.raises(ValueError, match="result.logprobs is None, expected a list of at least 2"):
+        completion_logprobs({}, [1, 2])
+    with pytest.raises(ValueError, match="result.logprobs is .* at least 3"):
+        completion_logprobs({"logprobs": [None, -0.2]}, [1, 2, 3])
+    with pytest.raises(ValueError, match=r"result.logprobs\[2\] is None"):
+        completion_logprobs({"logprobs": [None, -0.2, None]}, [1, 2])

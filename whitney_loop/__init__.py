@@ -5,14 +5,28 @@
 
 from whitney_loop.advantages import (
     all_zero,
+    batch_normalize,
+    generalized_advantages,
     group_mean_advantages,
     kl_adjust_advantages,
+    kl_shaped_returns,
     leave_one_out_baseline,
     length_normalize,
+    soft_advantages,
 )
 from whitney_loop.build_loss import BuildLoss, LoopContext, NoGradientSignal
 from whitney_loop.client import WhitneyClient, result_sampler_id, result_sequences
-from whitney_loop.datums import Datum, Tensor, rl_datum, sft_datum, tensor
+from whitney_loop.datums import (
+    Datum,
+    Tensor,
+    completion_logprobs,
+    completion_values,
+    critic_datum,
+    rl_datum,
+    sft_datum,
+    tensor,
+    trajectory_datum,
+)
 from whitney_loop.errors import (
     ConfigurationError,
     OperationFailed,
@@ -59,10 +73,16 @@ __all__ = [
     "WhitneyError",
     "adamw_optimizer",
     "all_zero",
+    "batch_normalize",
     "check_payload",
+    "completion_logprobs",
+    "completion_values",
+    "critic_datum",
     "forward_backward_payload",
+    "generalized_advantages",
     "group_mean_advantages",
     "kl_adjust_advantages",
+    "kl_shaped_returns",
     "leave_one_out_baseline",
     "length_normalize",
     "logprobs_request",
@@ -74,6 +94,8 @@ __all__ = [
     "rl_datum",
     "sample_request",
     "sft_datum",
+    "soft_advantages",
     "tensor",
     "training_session",
+    "trajectory_datum",
 ]

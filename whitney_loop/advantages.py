@@ -93,6 +93,94 @@ def kl_adjust_advantages(
     return [a - coefficient * (q - p_ref) for a, q, p_ref in zip(plain, sampled, reference, strict=True)]
 
 
+def soft_advantages(rewards: Iterable[float], *, beta: float) -> list[float]:
+    """DRO: reward − beta · log(mean over the group of exp(reward / beta)), one advantage per reward.
+
+    ``beta`` > 0, and the same in the loss's ``loss_config``: a small one measures against the best of the group, a
+    large one against its mean. Raises ValueError for fewer than two rewards, for one that is not finite, and for
+    another beta. Source: DRO, arXiv 2405.19107.
+    """
+    rewards = _group(rewards)
+    temperature = _number(beta, "beta")
+    if temperature <= 0:
+        raise ValueError(f"beta is {beta!r}, expected a number above 0")
+    if _all_equal(rewards):
+        return [0.0] * len(rewards)
+    top = max(rewards)  # taken out of the exponential, so that it can not overflow
+    mean = sum(math.exp((reward - top) / temperature) for reward in rewards) / len(rewards)
+    baseline = top + temperature * math.log(mean)
+    return [reward - baseline for reward in rewards]
+
+
+def generalized_advantages(
+    rewards: Iterable[float], values: Iterable[float], *, gamma: float, gae_lambda: float
+) -> tuple[list[float], list[float]]:
+    """GAE over one completion: ``(advantages, returns)``, one each per token.
+
+    δ_t = r_t + gamma·V_{t+1} − V_t and A_t = δ_t + gamma·gae_lambda·A_{t+1}; returns are A + V. ``rewards`` (often 0
+    but for the last) and ``values`` have one entry per token, the value for the state before it. The value after the
+    last token is 0, also where the completion was cut off: a choice. ``gamma`` and ``gae_lambda`` are in 0…1. Raises
+    ValueError for other ranges, lengths that differ and numbers that are not finite. Source: GAE, arXiv 1506.02438.
+    """
+    discount, trace = _number(gamma, "gamma"), _number(gae_lambda, "gae_lambda")
+    if not (0 <= discount <= 1 and 0 <= trace <= 1):
+        raise ValueError(f"gamma is {gamma!r} and gae_lambda is {gae_lambda!r}, expected both between 0 and 1")
+    r, v = _numbers(rewards, "rewards"), _numbers(values, "values")
+    if len(r) != len(v):
+        raise ValueError(f"rewards has {len(r)} entries and values {len(v)}; expected one each per token")
+    advantages = [0.0] * len(r)
+    next_value = next_advantage = 0.0
+    for t in reversed(range(len(r))):
+        delta = r[t] + discount * next_value - v[t]
+        advantages[t] = next_advantage = delta + discount * trace * next_advantage
+        next_value = v[t]
+    return advantages, [advantage + value for advantage, value in zip(advantages, v, strict=True)]
+
+
+def kl_shaped_returns(
+    reward: float,
+    sampled_logprobs: Iterable[float],
+    reference_logprobs: Iterable[float],
+    *,
+    kl_coef: float,
+) -> list[float]:
+    """REINFORCE++: per token, reward − kl_coef · Σ over this and all later tokens of (sampled − reference logprob).
+
+    Both have one entry (in nats) per completion token. With groups pass the reward minus its group's mean. Raises
+    ValueError where lengths differ, and for a number that is not finite. Source: REINFORCE++, arXiv 2501.03262.
+    """
+    total, coefficient = _number(reward, "reward"), _number(kl_coef, "kl_coef")
+    sampled = _numbers(sampled_logprobs, "sampled_logprobs")
+    reference = _numbers(reference_logprobs, "reference_logprobs")
+    if len(sampled) != len(reference):
+        raise ValueError(
+            f"sampled_logprobs has {len(sampled)} entries and reference_logprobs {len(reference)}; "
+            "expected one each per completion token"
+        )
+    returns = [0.0] * len(sampled)
+    for t in reversed(range(len(sampled))):
+        total -= coefficient * (sampled[t] - reference[t])
+        returns[t] = total
+    return returns
+
+
+def batch_normalize(advantages: Iterable[Iterable[float]]) -> list[list[float]]:
+    """Mean 0 and population deviation 1 over all tokens of a batch: one list of advantages per completion.
+
+    Only tokens with a weight belong in it. Where all are equal each becomes exactly 0.0; where the deviation is below
+    1e-6 they are centred only. Raises ValueError with the position of a number that is not finite. Source:
+    REINFORCE++, arXiv 2501.03262.
+    """
+    rows = [_numbers(row, f"advantages[{index}]") for index, row in enumerate(advantages)]
+    flat = [number for row in rows for number in row]
+    if not flat or _all_equal(flat):
+        return [[0.0] * len(row) for row in rows]
+    mean = sum(flat) / len(flat)
+    deviation = (sum((number - mean) ** 2 for number in flat) / len(flat)) ** 0.5
+    scale = deviation if deviation >= _LEAST_DEVIATION else 1.0
+    return [[(number - mean) / scale for number in row] for row in rows]
+
+
 def _group(rewards: Any) -> list[float]:
     numbers = _numbers(rewards, "rewards")
     if len(numbers) < 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 
@@ -46,16 +46,9 @@ def sft_datum(prompt_tokens: Iterable[int], completion_tokens: Iterable[int]) ->
     The prompt has at least one token and both together at least two; a completion of none gives a datum whose
     weights are all 0. Raises ValueError otherwise. Source: Whitney, "Datum helpers".
     """
-    prompt = _token_ids(prompt_tokens, "prompt_tokens")
+    prompt = _prompt(prompt_tokens)
     completion = _token_ids(completion_tokens, "completion_tokens")
-    inputs, targets, padding = _rightshift(prompt, completion)
-    return {
-        "input": {"token_ids": inputs},
-        "loss_inputs": {
-            "target_tokens": tensor("int64", targets),
-            "weights": tensor("float32", padding + [1.0] * len(completion)),
-        },
-    }
+    return _shifted(prompt + completion, {"weights": [0.0] * len(prompt) + [1.0] * len(completion)})
 
 
 def rl_datum(
@@ -75,30 +68,121 @@ def rl_datum(
     Raises ValueError, with the position, for numbers that are not finite, lengths that do not match, an empty
     prompt, fewer than two tokens, and epsilons given as ratios. Source: Whitney, "Datum helpers".
     """
-    prompt = _token_ids(prompt_tokens, "prompt_tokens")
+    prompt = _prompt(prompt_tokens)
     completion = _token_ids(sampled_tokens, "sampled_tokens")
-    inputs, targets, padding = _rightshift(prompt, completion)
-    length = len(completion)
-    logprobs = _numbers(sampled_logprobs, "sampled_logprobs", length)
-    advantages = _one_per_token(advantage, "advantage", length)
-    per_token = {"weights": [1.0] * length, "logprobs": logprobs, "advantages": advantages}
+    logprobs = _numbers(sampled_logprobs, "sampled_logprobs", len(completion))
+    spans = [(prompt, None), (completion, logprobs)]
+    return _policy_datum(spans, advantage, clip_low=clip_low, clip_high=clip_high)
+
+
+def trajectory_datum(
+    spans: Iterable[tuple[Iterable[int], Iterable[float] | None]],
+    advantage: float | Iterable[float],
+    *,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+) -> Datum:
+    """The same for a trajectory of several turns, in one sequence: only what was sampled is trained on.
+
+    ``spans`` are ``(tokens, logprobs)`` in their order: logprobs None for an observation (the prompt, a tool's answer),
+    one entry per token for a sampled span. The first span is an observation with at least one token.
+    ``advantage`` is one number, or one per sampled token of all spans together. Raises what ``rl_datum`` raises.
+    """
+    read = []
+    for index, (tokens, logprobs) in enumerate(spans):
+        token_ids = _token_ids(tokens, f"spans[{index}].tokens")
+        where = f"spans[{index}].logprobs"
+        read.append((token_ids, None if logprobs is None else _numbers(logprobs, where, len(token_ids))))
+    if not read or not read[0][0] or read[0][1] is not None:
+        raise ValueError("spans[0] must be an observation (logprobs None) of at least one token: the prompt")
+    return _policy_datum(read, advantage, clip_low=clip_low, clip_high=clip_high)
+
+
+def critic_datum(
+    prompt_tokens: Iterable[int],
+    sampled_tokens: Iterable[int],
+    values: Iterable[float],
+    returns: Iterable[float],
+) -> Datum:
+    """A ``ppo_critic`` datum: the critic's own ``values`` when it was asked, and the ``returns`` it should learn.
+
+    Both have one entry per sampled token, for the state before that token is chosen (``completion_values`` reads
+    them). Raises ValueError, with the position, for numbers that are not finite, and for lengths that do not match.
+    """
+    prompt = _prompt(prompt_tokens)
+    completion = _token_ids(sampled_tokens, "sampled_tokens")
+    zeros = [0.0] * len(prompt)
+    per_token = {
+        "weights": zeros + [1.0] * len(completion),
+        "values": zeros + _numbers(values, "values", len(completion)),
+        "returns": zeros + _numbers(returns, "returns", len(completion)),
+    }
+    return _shifted(prompt + completion, per_token)
+
+
+def completion_logprobs(result: Mapping[str, Any], prompt_tokens: Iterable[int]) -> list[float]:
+    """The completion's part of a ``logprobs`` result that was asked for prompt and completion together.
+
+    One logprob (in nats) per completion token. Raises ValueError where the result holds none, fewer than the prompt
+    has tokens, or one that is no finite number.
+    """
+    return _completion_part(result, "logprobs", len(_prompt(prompt_tokens)))
+
+
+def completion_values(output: Mapping[str, Any], prompt_tokens: Iterable[int]) -> list[float]:
+    """The completion's part of one of a ``ppo_critic`` forward's ``outputs``: a value before each completion token.
+
+    Raises ValueError where the output holds none, fewer than the prompt has tokens, or one that is no finite number.
+    """
+    # An output belongs to the prefix that ends at its input: the completion's first is that of the prompt's end.
+    return _completion_part(output, "values", len(_prompt(prompt_tokens)) - 1)
+
+
+def _completion_part(result: Mapping[str, Any], name: str, start: int) -> list[float]:
+    numbers = result.get(name)
+    if not isinstance(numbers, list) or len(numbers) < start:
+        raise ValueError(f"result.{name} is {_show(numbers)}, expected a list of at least {start}, one per token")
+    return [_number(value, f"result.{name}[{start + index}]") for index, value in enumerate(numbers[start:])]
+
+
+def _policy_datum(
+    spans: Sequence[tuple[list[int], list[float] | None]],
+    advantage: Any,
+    *,
+    clip_low: float | None,
+    clip_high: float | None,
+) -> Datum:
+    """A datum of the importance_sampling family; what was not sampled carries 0 throughout."""
+    sampled = [logprobs is not None for tokens, logprobs in spans for _ in tokens]
+    advantages = iter(_one_per_token(advantage, "advantage", sum(sampled)))
+    per_token = {
+        "weights": [1.0 if mine else 0.0 for mine in sampled],
+        "logprobs": [number for tokens, logprobs in spans for number in logprobs or [0.0] * len(tokens)],
+        "advantages": [next(advantages) if mine else 0.0 for mine in sampled],
+    }
     if clip_low is not None:
-        per_token["clip_low_threshold"] = [_ratio(clip_low, "clip_low", at_most_one=True)] * length
+        low = _ratio(clip_low, "clip_low", at_most_one=True)
+        per_token["clip_low_threshold"] = [low if mine else 0.0 for mine in sampled]
     if clip_high is not None:
-        per_token["clip_high_threshold"] = [_ratio(clip_high, "clip_high", at_most_one=False)] * length
-    loss_inputs = {"target_tokens": tensor("int64", targets)}
-    loss_inputs |= {name: tensor("float32", padding + values) for name, values in per_token.items()}
-    return {"input": {"token_ids": inputs}, "loss_inputs": loss_inputs}
+        high = _ratio(clip_high, "clip_high", at_most_one=False)
+        per_token["clip_high_threshold"] = [high if mine else 0.0 for mine in sampled]
+    return _shifted([token for tokens, _ in spans for token in tokens], per_token)
 
 
-def _rightshift(prompt: list[int], completion: list[int]) -> tuple[list[int], list[int], list[float]]:
-    """(inputs, targets, zeros for the positions whose target is a prompt token)."""
-    if not prompt:
-        raise ValueError("prompt_tokens is empty; a datum needs at least one prompt token (a BOS token will do)")
-    tokens = prompt + completion
+def _shifted(tokens: list[int], per_token: Mapping[str, list[float]]) -> Datum:
+    """The datum of a sequence: inputs are all but the last token, and its numbers stand where a token is the target."""
     if len(tokens) < 2:
         raise ValueError("prompt_tokens and completion_tokens have one token together; a datum needs at least two")
-    return tokens[:-1], tokens[1:], [0.0] * (len(prompt) - 1)
+    loss_inputs = {"target_tokens": tensor("int64", tokens[1:])}
+    loss_inputs |= {name: tensor("float32", numbers[1:]) for name, numbers in per_token.items()}
+    return {"input": {"token_ids": tokens[:-1]}, "loss_inputs": loss_inputs}
+
+
+def _prompt(prompt_tokens: Any) -> list[int]:
+    prompt = _token_ids(prompt_tokens, "prompt_tokens")
+    if not prompt:
+        raise ValueError("prompt_tokens is empty; a datum needs at least one prompt token (a BOS token will do)")
+    return prompt
 
 
 def _one_per_token(value: Any, where: str, length: int) -> list[float]:
