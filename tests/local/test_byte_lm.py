@@ -12,6 +12,7 @@ import pytest
 from whitney_loop.local import byte_lm, safetensors
 from whitney_loop.local.byte_lm import END, ByteLM
 from whitney_loop.local.engine import EngineError
+from whitney_loop.local.objectives import CLIPPING, evaluate
 
 ADAMW = {
     "type": "adamw",
@@ -28,32 +29,37 @@ def tensor(values, dtype="float32"):
     return {"dtype": dtype, "shape": [len(values)], "values": list(values)}
 
 
-def datum(tokens, targets, weights, logprobs=None, advantages=None):
+def datum(tokens, targets, weights, logprobs=None, advantages=None, **further):
     inputs = {"target_tokens": tensor(targets, "int64"), "weights": tensor(weights)}
     if logprobs is not None:
         inputs |= {"logprobs": tensor(logprobs), "advantages": tensor(advantages)}
+    inputs |= {name: tensor(values) for name, values in further.items()}
     return {"input": {"token_ids": list(tokens)}, "loss_inputs": inputs}
 
 
-def payload(*data, loss="cross_entropy"):
-    return {"data": list(data), "loss_function": loss, "loss_config": {}}
+def payload(*data, loss="cross_entropy", **config):
+    return {"data": list(data), "loss_function": loss, "loss_config": config}
 
 
 def text_payload(text: bytes):
     return payload(datum(text[:-1], text[1:], [1.0] * (len(text) - 1)))
 
 
-def random_payload(loss, seed):
-    """Tokens from a small alphabet, so that contexts repeat; masked positions, and weights that are fractions."""
+def random_payload(loss, seed, **config):
+    """Tokens from a small alphabet, so that contexts repeat; masked positions, and weights that are fractions.
+
+    Of the logprobs some are near, and some so far off that the ratio reaches its limit.
+    """
     rng = random.Random(seed)
     data = []
     for n in (1, 5, 9):
         tokens, targets = ([rng.choice([*b"abc", END]) for _ in range(n)] for _ in range(2))
         weights = [rng.choice([0.0, 0.25, 1.0, 1.5]) for _ in range(n)]
-        logprobs = [rng.uniform(-6.0, -2.0) for _ in range(n)]
+        logprobs = [rng.choice([rng.uniform(-6.0, -2.0), -40.0]) for _ in range(n)]
         advantages = [rng.gauss(0.0, 1.0) for _ in range(n)]
-        data.append(datum(tokens, targets, weights, logprobs, advantages))
-    return payload(*data, loss=loss)
+        critic = {name: [rng.gauss(0.0, 1.0) for _ in range(n)] for name in ("values", "returns")}
+        data.append(datum(tokens, targets, weights, logprobs, advantages, **critic))
+    return payload(*data, loss=loss, **config)
 
 
 def request(prompt=b"the ", num_samples=4, max_tokens=24, **params):
@@ -68,8 +74,12 @@ def trained(steps=3, rank=4, seed=0):
     engine = ByteLM(rank, seed)
     for step in range(steps):
         engine.forward_backward(random_payload("cross_entropy", f"train {step}"))
+        engine.forward_backward(random_payload("ppo_critic", f"train {step}"))
         engine.optim_step(ADAMW)
     return engine
+
+
+ADAPTER = 771 * 4  # numbers in A and B at rank 4; 514 of the value head follow them
 
 
 def state_of(engine):
@@ -81,27 +91,68 @@ def state_of(engine):
 # Gradients and losses
 
 
-@pytest.mark.parametrize("loss", sorted(ByteLM.losses))
-def test_the_accumulated_gradient_is_that_of_the_loss_by_central_differences(loss):
+def slopes_of(engine, batch):
+    """d loss / d output of every token, as the objectives say it; they have tests of their own."""
+    outputs = engine.forward(batch)["outputs"]
+    slopes = []
+    for output, of_batch in zip(outputs, batch["data"], strict=True):
+        tensors = {name: tensor["values"] for name, tensor in of_batch["loss_inputs"].items()}
+        trained_output = output.get("values", output["logprobs"])
+        slopes += evaluate(batch["loss_function"], trained_output, tensors, batch["loss_config"]).slopes
+    return slopes
+
+
+def outputs_of(engine, batch):
+    """The outputs that the loss is taken of, of all data in one list."""
+    outputs = engine.forward(batch)["outputs"]
+    return [x for output in outputs for x in output.get("values", output["logprobs"])]
+
+
+LOSSES_WITH_CONFIG = [(loss, {}) for loss in sorted(ByteLM.losses)] + [
+    ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
+    ("dppo", {"delta_low": 0.01, "delta_high": 0.02}),
+    ("dro", {"beta": 0.3}),
+    ("ppo_critic", {"value_clip": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("loss", "config"), LOSSES_WITH_CONFIG)
+def test_the_accumulated_gradient_is_that_of_the_loss_by_central_differences(loss, config):
+    """In A, B and the head. What has a stop-gradient is followed through its outputs, with their slopes held."""
     engine = trained()
-    batch = random_payload(loss, f"check {loss}")
+    batch = random_payload(loss, f"check {loss}", **config)
     engine.forward_backward(batch)
     gradient, weights = engine._gradient, engine._policy.weights()
+    slopes = slopes_of(engine, batch)
     rng = random.Random(f"entries {loss}")
     rows = [END, *b"abc"]
     rows += [byte_lm.VOCABULARY + row for row in rows]  # as the current token, too
+    entries = [ADAPTER + row for row in rows]
     rows += [byte_lm.INPUTS + row for row in (*b"abcz", END)]  # rows of B
-    entries = [row * 4 + rng.randrange(4) for row in rows] + rng.sample(range(len(weights)), 20)
+    entries += [row * 4 + rng.randrange(4) for row in rows] + rng.sample(range(len(weights)), 20)
     step = 1e-5
+    error = 1e-7 + 1e-9 * sum(map(abs, slopes))  # gspo's ratio may be 1e7 here, and its tokens nearly cancel
     for entry in entries:
-        losses = []
+        losses, outputs = [], []
         for sign in (1, -1):
             moved = list(weights)
             moved[entry] += sign * step
             engine._policy = byte_lm._Policy(moved, 4)
             losses.append(engine.forward(batch)["loss"])
-        assert gradient[entry] == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=1e-7, rel=1e-6)
-    assert sum(g != 0 for g in gradient) > 500
+            outputs.append(outputs_of(engine, batch))
+        followed = sum(slope * (above - below) for slope, above, below in zip(slopes, *outputs, strict=True))
+        assert gradient[entry] == pytest.approx(followed / (2 * step), abs=error, rel=1e-6)
+        if loss not in ("cispo", "gspo"):
+            rounding = abs(losses[0]) * 1e-16 / step  # ratios of 5e8 leave few digits to their neighbours
+            difference = (losses[0] - losses[1]) / (2 * step)
+            assert gradient[entry] == pytest.approx(difference, abs=error + 8 * rounding, rel=1e-6)
+    of_adapter, of_head = gradient[:ADAPTER], gradient[ADAPTER:]
+    if loss == "ppo_critic":
+        assert not any(of_adapter)
+        assert sum(g != 0 for g in of_head) >= 5
+    else:
+        assert sum(g != 0 for g in of_adapter) > 500
+        assert not any(of_head)
 
 
 def test_two_batches_accumulate_the_sum_of_their_gradients():
@@ -140,6 +191,27 @@ def test_a_nan_at_a_masked_position_does_not_leak():
     numbers = [1.0, 0.0], [-3.0, math.nan], [1.0, math.inf]
     dirty.forward_backward(payload(datum(b"ab", b"bc", *numbers), loss="importance_sampling"))
     assert state_of(dirty) == state_of(clean)
+
+
+def test_the_metrics_of_losses_that_clip_have_the_share_of_clipped_tokens_over_all_data():
+    engine = trained()
+    tokens, targets = b"abc", b"bcd"
+    (output,) = engine.forward(payload(datum(tokens, targets, [1.0] * 3)))["outputs"]
+    q = [p - 0.5 for p in output["logprobs"]]  # so that every ratio is 1.65
+    data = [
+        datum(tokens, targets, [1.0, 0.0, 0.5], q, [1.0, 1.0, 1.0]),  # two that count, both clipped
+        datum(tokens, targets, [0.0, 2.0, 0.0], q, [1.0, -1.0, 1.0]),  # one, not clipped: it is pushed down
+        datum(tokens, targets, [0.0, 0.0, 0.0], q, [1.0, 1.0, 1.0]),
+    ]
+    assert {
+        loss for loss in ByteLM.losses if "clip_frac" in engine.forward(random_payload(loss, 1))["metrics"]
+    } == CLIPPING
+    for loss in ("ppo", "gspo"):
+        assert engine.forward(payload(*data, loss=loss))["metrics"]["clip_frac"] == pytest.approx(2 / 3)
+    assert engine.forward(payload(*data, loss="cispo"))["metrics"]["clip_frac"] == 1.0
+    assert engine.forward(payload(*data, loss="dppo", delta_high=0.0))["metrics"]["clip_frac"] == pytest.approx(2 / 3)
+    assert engine.forward(payload(*data, loss="dppo", delta_high=1.0))["metrics"]["clip_frac"] == 0.0
+    assert engine.forward(payload(data[2], loss="ppo"))["metrics"] == {"loss:sum": 0.0, "clip_frac": 0.0}
 
 
 def test_every_context_is_a_distribution_without_zeros():
@@ -278,6 +350,89 @@ def test_weights_grown_until_the_logits_overflow_fail_rather_than_sample_nonsens
     assert failure.value.code == "non_finite_logits"
 
 
+# The critic
+
+
+def critic_datum(text: bytes, returns, **further):
+    return datum(text[:-1], text[1:], [1.0] * len(returns), returns=returns, **{"values": returns, **further})
+
+
+def values_of(engine, text: bytes):
+    batch = payload(datum(text, [0] * len(text), [0.0] * len(text)), loss="ppo_critic")
+    return engine.forward(batch)["outputs"][0]["values"]
+
+
+def test_values_start_at_zero_and_logprobs_come_with_them():
+    engine = ByteLM(4, 0)
+    result = engine.forward(payload(datum(b"ab", b"bc", [1.0, 1.0]), loss="ppo_critic"))
+    plain = engine.forward(payload(datum(b"ab", b"bc", [1.0, 1.0])))
+    assert result["outputs"] == [{"values": [0.0, 0.0], "logprobs": plain["outputs"][0]["logprobs"]}]
+    assert "values" not in plain["outputs"][0]
+
+
+def test_a_forward_of_the_critic_without_returns_has_the_loss_zero():
+    bare = datum(b"ab", b"bc", [1.0, 1.0])
+    engine = trained()
+    result = engine.forward(payload(bare, loss="ppo_critic", value_clip=0.2))
+    assert (result["loss"], result["metrics"]) == (0.0, {"loss:sum": 0.0, "clip_frac": 0.0})
+    complete = critic_datum(b"abc", [1.0, 2.0])
+    both = engine.forward(payload(bare, complete, loss="ppo_critic"))
+    assert both["loss"] == engine.forward(payload(complete, loss="ppo_critic"))["loss"] > 0
+
+
+def test_value_i_depends_on_the_prefix_that_ends_at_input_i():
+    engine = trained()
+    whole = values_of(engine, b"abcab")
+    assert [values_of(engine, b"abcab"[: i + 1])[i] for i in range(5)] == whole
+    assert values_of(engine, b"abcac")[:4] == whole[:4]
+    assert values_of(engine, b"abcac")[4] != whole[4]
+
+
+def test_the_critic_learns_returns_that_its_inputs_tell_apart():
+    engine = ByteLM(4, 0)
+    texts = {b"abab": [1.0, 0.25, 0.5], b"baba": [-0.5, 0.5, 0.25], b"acb": [1.0, -1.0]}
+    for _ in range(150):
+        data = [critic_datum(text, returns, values=values_of(engine, text[:-1])) for text, returns in texts.items()]
+        result = engine.forward_backward(payload(*data, loss="ppo_critic", value_clip=0.2))
+        engine.optim_step(ADAMW | {"learning_rate": 0.05})
+    assert result["loss"] < 1e-3
+    for text, returns in texts.items():
+        assert values_of(engine, text[:-1]) == pytest.approx(returns, abs=0.02)
+
+
+def test_the_critic_leaves_the_policy_alone_and_the_policy_the_critic():
+    engine = ByteLM(4, 0)
+    start = engine._policy.weights()
+    engine.forward_backward(random_payload("ppo_critic", "critic"))
+    engine.optim_step(ADAMW)
+    after_critic = engine._policy.weights()
+    assert after_critic[:ADAPTER] == start[:ADAPTER]
+    assert after_critic[ADAPTER:] != start[ADAPTER:]
+    engine = ByteLM(4, 0)
+    train(engine, 0, 3)
+    for numbers in (engine._policy.weights(), engine._moment1, engine._moment2):
+        assert numbers[ADAPTER:] == [0.0] * 514
+
+
+def test_the_gradient_norm_and_its_limit_hold_for_policy_and_head_together():
+    engine, policy, critic = ByteLM(4, 0), ByteLM(4, 0), ByteLM(4, 0)
+    for one, losses in ((engine, ("ppo", "ppo_critic")), (policy, ["ppo"]), (critic, ["ppo_critic"])):
+        for loss in losses:
+            one.forward_backward(random_payload(loss, "norm"))
+    norms = [one.optim_step(ADAMW | {"grad_clip_norm": 0.1})["grad_norm"] for one in (engine, policy, critic)]
+    assert norms[0] == pytest.approx(math.hypot(*norms[1:]))
+    assert engine._moment1[-514:] == pytest.approx([m * norms[2] / norms[0] for m in critic._moment1[-514:]])
+
+
+def test_values_that_overflow_fail_rather_than_leave_json():
+    engine = ByteLM(4, 0)
+    engine.forward_backward(payload(critic_datum(b"aaa", [1.0, 1.0]), loss="ppo_critic"))
+    engine.optim_step(ADAMW | {"learning_rate": 1.5e308, "beta1": 0.0})
+    with pytest.raises(EngineError) as failure:
+        values_of(engine, b"aa")
+    assert failure.value.code == "non_finite_values"
+
+
 # Sampling
 
 
@@ -413,21 +568,23 @@ def test_foreign_stop_ids_are_ignored():
 # States
 
 
-def train(engine, first, last):
+def train(engine, first, last, *losses):
     for step in range(first, last):
-        engine.forward_backward(random_payload("importance_sampling", f"step {step}"))
+        for loss in losses or ["importance_sampling"]:
+            engine.forward_backward(random_payload(loss, f"step {step}"))
         engine.optim_step(ADAMW | {"weight_decay": 0.01})
 
 
 def test_three_steps_and_three_after_a_reload_are_six(tmp_path):
     straight, interrupted, resumed = ByteLM(4, 0), ByteLM(4, 0), ByteLM(4, "another")
-    train(straight, 0, 6)
-    train(interrupted, 0, 3)
+    train(straight, 0, 6, "importance_sampling", "ppo_critic")
+    train(interrupted, 0, 3, "importance_sampling", "ppo_critic")
     assert interrupted.save_state(tmp_path / "state") == 3
     resumed.load_state(tmp_path / "state")
     assert resumed.sampler().version == 3
-    train(resumed, 3, 6)
+    train(resumed, 3, 6, "importance_sampling", "ppo_critic")
     assert state_of(resumed) == state_of(straight)
+    assert values_of(resumed, b"abc") == values_of(straight, b"abc") != [0.0] * 3
     assert resumed.sampler().sample(request(), "s") == straight.sampler().sample(request(), "s")
 
 
@@ -492,7 +649,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     engine.forward_backward(text_payload(b"pending"))
     before = state_of(engine)
     path = tmp_path / "state"
-    values = [0.0] * (771 * 4)
+    values = [0.0] * (ADAPTER + 514)
 
     def refused(complaint):
         with pytest.raises(ValueError, match=complaint):
@@ -500,20 +657,22 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
         assert state_of(engine) == before
 
     trained(rank=5).save_state(path)
-    refused(r"weights is F64 \[771, 5\]; expected F64 \[771, 4\] for rank 4")
+    refused(r"weights is F64 \[4369\]; expected F64 \[3598\] for rank 4")
     path.write_bytes(path.read_bytes()[:-1])
     refused("safetensors")
     path.write_bytes(b"")
     refused("safetensors")
     path.write_bytes(safetensors.encode({}, {"format": "pt"}))
     refused("format 'pt'")
+    path.write_bytes(safetensors.encode({}, {"format": "whitney-loop byte_lm 1"}))  # before there was a value head
+    refused("byte_lm 1'; expected 'whitney-loop byte_lm 2'")
     path.write_bytes(safetensors.encode({}, {"format": byte_lm._STATE_FORMAT, "step": "2"}))
     refused("weights is missing")
     edited_state(path, metadata={"step": "-1"})
     refused("step '-1'")
-    edited_state(path, moment1=safetensors.Tensor("F32", [771, 4], values))
+    edited_state(path, moment1=safetensors.Tensor("F32", [len(values)], values))
     refused("moment1 is F32")
-    edited_state(path, moment2=safetensors.Tensor("F64", [771, 4], [math.nan, *values[1:]]))
+    edited_state(path, moment2=safetensors.Tensor("F64", [len(values)], [math.nan, *values[1:]]))
     refused("moment2 holds a number that is not finite")
 
 
@@ -559,7 +718,7 @@ def test_the_adapters_bytes_and_config_are_what_peft_reads(tmp_path):
     header = json.loads(content[8 : 8 + length])
     begin, end = header["base_model.model.bigram.lora_B.weight"]["data_offsets"]
     in_f32 = struct.unpack(f"<{257 * 4}f", content[8 + length :][begin:end])
-    assert in_f32 == pytest.approx(engine._policy.weights()[514 * 4 :], rel=1e-6)
+    assert in_f32 == pytest.approx(engine._policy.weights()[514 * 4 : ADAPTER], rel=1e-6)
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ Tokens are the bytes 0–255 and 256, the end. The distribution of the next toke
 ``base`` is a frozen bigram table. The rest is exactly a LoRA on a linear layer with 514 one-hot inputs (prev,
 then cur) and 257 outputs: A has a row of ``rank`` numbers per input, B one per output. B starts at zero, so
 training starts at the base model. The scale alpha/rank is LoRA's own: it makes one learning rate serve every rank.
+The critic of ``ppo_critic`` has one number per input, which start at zero: v = head[prev] + head[257 + cur].
 
 Weights are never changed in place: a step makes a new ``_Policy``, and a sampler keeps the one it was made with.
 Sampler and trainer read the same ``_Policy.logprobs``, so on the same version their logprobs are equal.
@@ -31,7 +32,7 @@ from typing import TypeVar
 
 from whitney_loop.local import safetensors
 from whitney_loop.local.engine import EngineError, JSONObject
-from whitney_loop.local.objectives import OBJECTIVES
+from whitney_loop.local.objectives import CLIPPING, OBJECTIVES, evaluate
 from whitney_loop.local.safetensors import Tensor
 
 END = 256
@@ -69,14 +70,14 @@ _INITIAL_DEVIATION = 0.5  # of the entries of A
 
 _CACHED_CONTEXTS = 2048  # 2 kB each: at most 4 MB per version; a cycle of some hundred tokens needs far fewer
 
-_STATE_FORMAT = "whitney-loop byte_lm 1"  # another number whenever the base text or the layout changes
+_STATE_FORMAT = "whitney-loop byte_lm 2"  # another number whenever the base text or the layout changes
 
 
 class ByteLM:
     """One run's model, gradients and optimizer; an ``Engine``.
 
     ``rank``: columns of the adapter, 1 or more. ``seed`` decides the initial A, and nothing else. Memory: 25 kB
-    per rank for each version that a sampler keeps, and 75 kB per rank for moments and gradients.
+    per rank for each version that a sampler keeps, 75 kB per rank for moments and gradients, and little for the head.
     Raises ValueError where ``rank`` is below 1.
     """
 
@@ -86,7 +87,8 @@ class ByteLM:
         if rank < 1:
             raise ValueError(f"rank must be at least 1, not {rank}")
         rng = random.Random(f"{seed}:adapter")
-        weights = [rng.gauss(0.0, _INITIAL_DEVIATION) for _ in range(INPUTS * rank)] + [0.0] * (VOCABULARY * rank)
+        weights = [rng.gauss(0.0, _INITIAL_DEVIATION) for _ in range(INPUTS * rank)]
+        weights += [0.0] * (VOCABULARY * rank + INPUTS)
         self._rank = rank
         self._policy = _Policy(weights, rank)
         self._moment1 = [0.0] * len(weights)
@@ -97,6 +99,8 @@ class ByteLM:
     def forward(self, payload: JSONObject) -> JSONObject:
         """``{"loss", "metrics", "outputs"}``; changes nothing.
 
+        Outputs of ``ppo_critic`` have ``values`` as well, value i from inputs i − 1 and i. Its data may come without
+        ``values`` and ``returns``; such a datum adds nothing to the loss, which is 0.0 where all are like that.
         Raises EngineError ``non_finite_loss`` where the loss is NaN or infinite.
         """
         return self._evaluate(payload)[0]
@@ -106,8 +110,8 @@ class ByteLM:
 
         Raises EngineError ``non_finite_loss`` where loss or gradient is NaN or infinite; then nothing is added.
         """
-        result, slopes = self._evaluate(payload)
-        gradient = self._policy.gradient(slopes)
+        result, slopes, d_head = self._evaluate(payload)
+        gradient = self._policy.adapter_gradient(slopes) + d_head
         if self._gradient is not None:
             gradient = list(map(add, self._gradient, gradient))
         if not all(map(math.isfinite, gradient)):
@@ -115,27 +119,37 @@ class ByteLM:
         self._gradient = gradient
         return result
 
-    def _evaluate(self, payload: JSONObject) -> tuple[JSONObject, Slopes]:
-        objective = OBJECTIVES[payload["loss_function"]]
-        loss = 0.0
+    def _evaluate(self, payload: JSONObject) -> tuple[JSONObject, Slopes, list[float]]:
+        """The result, d loss / d logprobs, and d loss / d head."""
+        loss_function, config = payload["loss_function"], payload.get("loss_config", {})
+        trains_head = loss_function == "ppo_critic"
+        loss, clipped, counted = 0.0, 0, 0
         outputs = []
         slopes: Slopes = {}
+        d_head = [0.0] * INPUTS
         for index, datum in enumerate(payload["data"]):
             tensors = {name: tensor["values"] for name, tensor in datum["loss_inputs"].items()}
-            tokens = _folded(datum["input"]["token_ids"])
             targets = _folded(tensors["target_tokens"])
-            contexts = _contexts(tokens)
+            contexts = _contexts(_folded(datum["input"]["token_ids"]))
             p = [self._policy.logprobs(context)[target] for context, target in zip(contexts, targets, strict=True)]
-            datum_loss, datum_slopes = objective(p, tensors, payload.get("loss_config", {}))
-            loss += datum_loss
+            output = {"logprobs": p}
+            if trains_head:
+                output["values"] = [self._policy.value(context) for context in contexts]
+            outcome = evaluate(loss_function, output["values"] if trains_head else p, tensors, config)
+            loss += outcome.loss
             if not math.isfinite(loss):
                 raise EngineError("non_finite_loss", f"the loss is {loss} at data[{index}]; nothing was changed")
-            outputs.append({"logprobs": p})
-            for context, target, slope in zip(contexts, targets, datum_slopes, strict=True):
-                if slope != 0:
-                    of_targets = slopes.setdefault(context, {})
-                    of_targets[target] = of_targets.get(target, 0.0) + slope
-        return {"loss": loss, "metrics": {"loss:sum": loss}, "outputs": outputs}, slopes
+            clipped += outcome.clipped
+            counted += outcome.counted
+            outputs.append(output)
+            if trains_head:
+                _add_to_head(d_head, contexts, outcome.slopes)
+            else:
+                _add_to_slopes(slopes, contexts, targets, outcome.slopes)
+        metrics = {"loss:sum": loss}
+        if loss_function in CLIPPING:
+            metrics["clip_frac"] = clipped / counted if counted else 0.0
+        return {"loss": loss, "metrics": metrics, "outputs": outputs}, slopes, d_head
 
     def optim_step(self, optimizer: JSONObject) -> JSONObject:
         """One AdamW step (decoupled decay, 1711.05101); ``{"step", "grad_norm"}``, the norm before clipping.
@@ -174,9 +188,8 @@ class ByteLM:
 
         Numbers are kept exactly. Gradients that wait for a step are not part of a state. Returns the step.
         """
-        shape = [INPUTS + VOCABULARY, self._rank]
         parts = {"weights": self._policy.weights(), "moment1": self._moment1, "moment2": self._moment2}
-        tensors = {name: Tensor("F64", shape, values) for name, values in parts.items()}
+        tensors = {name: Tensor("F64", [len(values)], values) for name, values in parts.items()}
         content = safetensors.encode(tensors, {"format": _STATE_FORMAT, "step": str(self._step)})
         with _draft_of(path) as drafts:
             draft = Path(drafts) / path.name
@@ -207,7 +220,8 @@ class ByteLM:
     def export_lora(self, folder: Path, *, base_model: str) -> None:
         """Write ``folder`` (it must not exist, its parent must) as a PEFT adapter, whole or not at all.
 
-        The tensors are F32 and belong to one linear layer ``bigram``: lora_A [rank, 514], lora_B [257, rank].
+        The tensors are F32 and belong to one linear layer ``bigram``: lora_A [rank, 514], lora_B [257, rank]. The
+        value head is not among them, for PEFT has no place for one; states have it.
         Raises FileExistsError where ``folder`` exists, and EngineError ``non_finite_export`` where a
         weight does not fit into F32.
         """
@@ -279,18 +293,19 @@ class ByteLMSampler:
 class _Policy:
     """The weights of one version, never changed, with what was computed from them.
 
-    ``a`` is [514][rank], ``b`` is [257][rank]; flat, a comes first.
+    ``a`` is [514][rank], ``b`` is [257][rank], ``head`` is [514]; flat, they come in this order.
     """
 
     def __init__(self, weights: list[float], rank: int) -> None:
-        rows = [weights[i : i + rank] for i in range(0, len(weights), rank)]
+        adapter, self.head = weights[:-INPUTS], weights[-INPUTS:]
+        rows = [adapter[i : i + rank] for i in range(0, len(adapter), rank)]
         self.a, self.b = rows[:INPUTS], rows[INPUTS:]
         self._scale = _LORA_ALPHA / rank
         self._projections: dict[int, array[float]] = {}
         self._logprobs: dict[Context, array[float]] = {}
 
     def weights(self) -> list[float]:
-        return _flat(self.a) + _flat(self.b)
+        return _flat(self.a) + _flat(self.b) + self.head
 
     def forget(self) -> None:
         """Drop what can be computed again: an old version is kept by its sampler and seldom asked."""
@@ -321,8 +336,15 @@ class _Policy:
             self._projections[row] = array("d", [sum(map(mul, b, a)) for b in self.b])
         return self._projections[row]
 
-    def gradient(self, slopes: Slopes) -> list[float]:
-        """d loss / d weights, flat.
+    def value(self, context: Context) -> float:
+        """What the critic expects from here on."""
+        value = sum(self.head[row] for row in context)
+        if not math.isfinite(value):
+            raise EngineError("non_finite_values", "the value head has grown so large that a value overflows")
+        return value
+
+    def adapter_gradient(self, slopes: Slopes) -> list[float]:
+        """d loss / d A and B, flat.
 
         Per context, d loss / d logits = Σ over targets of slope·(onehot − softmax). Times alpha/rank, these are added
         up per row of A first, so that the products with A and B are taken once per row, not once per context or token.
@@ -345,6 +367,21 @@ class _Policy:
         d_outputs = zip(*d_logits.values(), strict=True)
         d_b = [[sum(map(mul, column, d)) for column in a_columns] for d in d_outputs]
         return _flat(d_a) + _flat(d_b)
+
+
+def _add_to_slopes(
+    slopes: Slopes, contexts: Iterable[Context], targets: Iterable[int], of_datum: Iterable[float]
+) -> None:
+    for context, target, slope in zip(contexts, targets, of_datum, strict=True):
+        if slope != 0:
+            of_targets = slopes.setdefault(context, {})
+            of_targets[target] = of_targets.get(target, 0.0) + slope
+
+
+def _add_to_head(d_head: list[float], contexts: Iterable[Context], of_datum: Iterable[float]) -> None:
+    for context, slope in zip(contexts, of_datum, strict=True):
+        for row in context:
+            d_head[row] += slope
 
 
 def _folded(token_ids: Sequence[int]) -> list[int]:
@@ -448,7 +485,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _state_values(path: Path, tensors: Mapping[str, Tensor], name: str, rank: int) -> list[float]:
-    expected = ("F64", [INPUTS + VOCABULARY, rank])
+    expected = ("F64", [(INPUTS + VOCABULARY) * rank + INPUTS])
     tensor = tensors.get(name)
     if tensor is None or (tensor.dtype, tensor.shape) != expected:
         found = "missing" if tensor is None else f"{tensor.dtype} {tensor.shape}"

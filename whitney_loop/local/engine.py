@@ -44,7 +44,11 @@ class Engine(Protocol):
     """The losses it computes; any other that a provider advertises is refused as ``unsupported_loss``."""
 
     def forward(self, payload: JSONObject) -> JSONObject:
-        """``{"loss", "metrics", "outputs"}`` of a ForwardPayload; changes nothing."""
+        """``{"loss", "metrics", "outputs"}`` of a ForwardPayload; changes nothing.
+
+        ``metrics`` of a loss that clips have ``clip_frac``. Outputs of ``ppo_critic`` have ``values``; its data may
+        come without ``values`` and ``returns`` here.
+        """
 
     def forward_backward(self, payload: JSONObject) -> JSONObject:
         """As ``forward``, and adds the loss's gradient to what is accumulated for the next step."""

@@ -1,52 +1,153 @@
 """The losses, each with its gradient beside it.
 
-An objective takes one datum: ``p``, the logprobs of its N targets under the weights being trained; ``tensors``,
-its loss inputs as plain lists of N numbers; and the payload's ``loss_config``. It returns the datum's loss, a
-sum over its tokens, and d loss / d p, one number per token.
+An objective takes one datum: ``p``, the logprobs of its N targets under the weights being trained (for
+``ppo_critic`` v, the values of its N prefixes); ``tensors``, its loss inputs as plain lists of N numbers; and the
+payload's ``loss_config``. It yields a ``Term`` per token that counts; ``evaluate`` adds them up. Every loss is a sum.
 
-In the formulas q = ``logprobs`` (from sampling), A = ``advantages``, w = ``weights``, r = exp(p − q). A token
-whose w is 0 is never looked at, so neither a NaN nor an infinity at a masked position can leak. One anywhere else
-makes the loss not finite, and the engine refuses it.
+In the formulas q = ``logprobs`` (from sampling), A = ``advantages``, w = ``weights``, r = exp(p − q), sg stops the
+gradient, and clip(x) = min(max(x, low), high). Where a min or max takes its clipped branch the gradient is 0; a tie
+takes the other one. A token whose w is 0 is never looked at, so neither a NaN nor an infinity at a masked position
+can leak. One anywhere else makes the loss not finite, and the engine refuses it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 Tensors = Mapping[str, Sequence[float]]
 Config = Mapping[str, float]
-Objective = Callable[[Sequence[float], Tensors, Config], tuple[float, list[float]]]
 
 LOG_RATIO_LIMIT = 20.0
 """|p − q| beyond this is cut before exp, so that one stale token (e²⁰ is 5e8) cannot overflow a batch."""
 
+_LARGEST_EXPONENT = 700.0  # exp overflows soon after
 
-def cross_entropy(p: Sequence[float], tensors: Tensors, config: Config) -> tuple[float, list[float]]:
+
+class Term(NamedTuple):
+    """What the token at position ``t`` adds to the loss, d loss / d p there, and whether its clip acted."""
+
+    t: int
+    value: float
+    slope: float
+    clipped: bool = False
+
+
+class Outcome(NamedTuple):
+    """A datum's loss; d loss / d p, one number per token; how many tokens were clipped, of how many that count."""
+
+    loss: float
+    slopes: list[float]
+    clipped: int
+    counted: int
+
+
+Objective = Callable[[Sequence[float], Tensors, Config], Iterator[Term]]
+
+
+def cross_entropy(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
     """−Σ w·p"""
-    loss, slopes = 0.0, [0.0] * len(p)
     for t, w in _weighted(tensors):
-        loss -= w * p[t]
-        slopes[t] = -w
-    return loss, slopes
+        yield Term(t, -w * p[t], -w)
 
 
-def importance_sampling(p: Sequence[float], tensors: Tensors, config: Config) -> tuple[float, list[float]]:
+def importance_sampling(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
     """−Σ w·r·A"""
-    q, advantages = tensors["logprobs"], tensors["advantages"]
-    loss, slopes = 0.0, [0.0] * len(p)
+    for t, w, q, a in _sampled(tensors):
+        r, dr = _ratio(p[t] - q)
+        yield Term(t, -w * r * a, -w * dr * a)
+
+
+def ppo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
+    """−Σ w·min(r·A, clip(r)·A)   1707.06347; GRPO's surrogate, 2402.03300"""
+    low, high = _clip_range(tensors, config)
+    for t, w, q, a in _sampled(tensors):
+        r, dr = _ratio(p[t] - q)
+        cut = _clip(r, low[t], high[t])
+        clipped = cut * a < r * a
+        yield Term(t, -w * cut * a, 0.0, True) if clipped else Term(t, -w * r * a, -w * dr * a)
+
+
+def cispo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
+    """−Σ w·sg(clip(r))·p·A   2506.13585; no token loses its gradient, however far its ratio is"""
+    low, high = _clip_range(tensors, config)
+    for t, w, q, a in _sampled(tensors):
+        r, _ = _ratio(p[t] - q)
+        cut = _clip(r, low[t], high[t])
+        yield Term(t, -w * cut * p[t] * a, -w * cut * a, cut != r)
+
+
+def gspo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
+    """−Σ w·min(s_t·A, clip(s_t)·A), s_t = sg(s)·exp(p − sg(p)), s = exp(mean of p − q where w ≠ 0)   2507.18071
+
+    So s_t is s in value, and its derivative by p at t is s, not s/N: the token form.
+    """
+    low, high = _clip_range(tensors, config)
+    log_ratios = [p[t] - q for t, _, q, _ in _sampled(tensors)]
+    s, ds = _ratio(sum(log_ratios) / max(len(log_ratios), 1))
+    for t, w, _, a in _sampled(tensors):
+        cut = _clip(s, low[t], high[t])
+        clipped = cut * a < s * a
+        yield Term(t, -w * cut * a, 0.0, True) if clipped else Term(t, -w * s * a, -w * ds * a)
+
+
+def dro(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
+    """−Σ w·(p·A − ½β(p − q)²)   2405.19107"""
+    beta = config.get("beta", 0.05)
+    for t, w, q, a in _sampled(tensors):
+        gap = p[t] - q
+        yield Term(t, -w * (p[t] * a - beta / 2 * gap * gap), -w * (a - beta * gap))
+
+
+def dppo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
+    """−Σ w·r·A·sg(m)   2602.04879, binary total variation
+
+    m = 0 where the probability has gone further than delta_high up with A > 0, or than delta_low down with A < 0.
+    """
+    delta_low, delta_high = config.get("delta_low", 0.2), config.get("delta_high", 0.2)
+    for t, w, q, a in _sampled(tensors):
+        r, dr = _ratio(p[t] - q)
+        moved = _exp(p[t]) - _exp(q)
+        masked = (a > 0 and moved > delta_high) or (a < 0 and -moved > delta_low)
+        m = 0.0 if masked else 1.0
+        yield Term(t, -w * r * a * m, -w * dr * a * m, masked)
+
+
+def ppo_critic(v: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
+    """½ Σ w·max((clip(v) − R)², (v − R)²), clip(v) within value_clip of ``values``; unclipped without value_clip
+
+    R = ``returns``. A datum without ``values`` or ``returns``, as a ``forward`` may send it, has no terms.
+    """
+    if not {"values", "returns"} <= tensors.keys():
+        return
+    value_clip = config.get("value_clip", math.inf)
     for t, w in _weighted(tensors):
-        r, dr = _ratio(p[t] - q[t])
-        loss -= w * r * advantages[t]
-        slopes[t] = -w * dr * advantages[t]
-    return loss, slopes
+        v_old, target = tensors["values"][t], tensors["returns"][t]
+        error, cut = v[t] - target, _clip_value(v[t], v_old, value_clip) - target
+        unclipped = error * error >= cut * cut  # asked this way round, a NaN on either side is taken
+        yield Term(t, w / 2 * error * error, w * error) if unclipped else Term(t, w / 2 * cut * cut, 0.0, True)
 
 
 OBJECTIVES: dict[str, Objective] = {
-    "cross_entropy": cross_entropy,
-    "importance_sampling": importance_sampling,
+    objective.__name__: objective
+    for objective in (cross_entropy, importance_sampling, ppo, cispo, gspo, dro, dppo, ppo_critic)
 }
-"""Name on the wire → objective. A further loss is a function above and a line here."""
+"""Name on the wire → objective."""
+
+CLIPPING = frozenset({"ppo", "cispo", "gspo", "dppo", "ppo_critic"})
+"""The losses whose metrics have a ``clip_frac``."""
+
+
+def evaluate(loss_function: str, p: Sequence[float], tensors: Tensors, config: Config) -> Outcome:
+    """The terms of one datum, added up."""
+    loss, slopes, clipped, counted = 0.0, [0.0] * len(p), 0, 0
+    for term in OBJECTIVES[loss_function](p, tensors, config):
+        loss += term.value
+        slopes[term.t] = term.slope
+        clipped += term.clipped
+        counted += 1
+    return Outcome(loss, slopes, clipped, counted)
 
 
 def _weighted(tensors: Tensors) -> Iterator[tuple[int, float]]:
@@ -54,11 +155,36 @@ def _weighted(tensors: Tensors) -> Iterator[tuple[int, float]]:
     return ((t, w) for t, w in enumerate(tensors["weights"]) if w != 0)
 
 
+def _sampled(tensors: Tensors) -> Iterator[tuple[int, float, float, float]]:
+    """t, w, q and A of the positions that count."""
+    q, advantages = tensors["logprobs"], tensors["advantages"]
+    return ((t, w, q[t], advantages[t]) for t, w in _weighted(tensors))
+
+
+def _clip_range(tensors: Tensors, config: Config) -> tuple[Sequence[float], Sequence[float]]:
+    """low and high per token: the datum's tensors (Tinker), else ``loss_config`` (Modal), else 0.8 and 1.2."""
+    n = len(tensors["weights"])
+    low, high = (
+        tensors[name] if name in tensors else [config.get(name, default)] * n
+        for name, default in (("clip_low_threshold", 0.8), ("clip_high_threshold", 1.2))
+    )
+    return low, high
+
+
+def _clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)  # in this order a NaN stays a NaN
+
+
+def _clip_value(v: float, v_old: float, limit: float) -> float:
+    """v itself where it is near enough: v_old + (v − v_old) may round to another number, which is no tie."""
+    return v if abs(v - v_old) <= limit else v_old + _clip(v - v_old, -limit, limit)
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, _LARGEST_EXPONENT))
+
+
 def _ratio(log_ratio: float) -> tuple[float, float]:
     """exp and its derivative, which is 0 where the limit cuts. A NaN stays a NaN."""
-    if log_ratio > LOG_RATIO_LIMIT:
-        return math.exp(LOG_RATIO_LIMIT), 0.0
-    if log_ratio < -LOG_RATIO_LIMIT:
-        return math.exp(-LOG_RATIO_LIMIT), 0.0
-    r = math.exp(log_ratio)
-    return r, r
+    r = math.exp(_clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return r, 0.0 if abs(log_ratio) > LOG_RATIO_LIMIT else r
