@@ -8,20 +8,33 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from whitney_loop import LOSS_SUPPORT, ConfigurationError, WhitneyClient, WhitneyError
+from whitney_loop import (
+    LOSS_SUPPORT,
+    ConfigurationError,
+    LoopContext,
+    WhitneyClient,
+    WhitneyError,
+    adamw_optimizer,
+    check_payload,
+    lora_run,
+    training_session,
+)
 from whitney_loop.local import serve
+from whitney_loop.payloads import check_sample_request
 
 EMBEDDED_MODEL = "byte-lm"
+EXAMPLE_REQUEST = Path(__file__).with_name("sample.json")
 
 Summary = dict[str, Any]
+Payload = dict[str, Any]
 
 
 class UsageError(Exception):
@@ -57,6 +70,38 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one operation (default: 3600)")
 
 
+def checked_optimizer(options: argparse.Namespace, *counts: str) -> Payload:
+    """The optimizer that the options mean; UsageError where a common option, or one of ``counts``, is out of range."""
+    for name in ("lora_rank", *counts):
+        if getattr(options, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(options, name)}, expected at least 1")
+    if not options.timeout > 0:
+        raise UsageError(f"--timeout is {options.timeout}, expected seconds above 0")
+    if options.seed is not None and options.seed < 0:
+        raise UsageError(f"--seed is {options.seed}, expected at least 0")
+    if is_embedded(options):
+        options.model = options.model or EMBEDDED_MODEL
+    if not options.model:
+        raise UsageError("--model is required away from the embedded service (--local rehearses)")
+    try:
+        return adamw_optimizer(options.learning_rate)
+    except ValueError as error:
+        raise UsageError(f"--learning-rate: {error}") from None
+
+
+def sample_request_of(options: argparse.Namespace) -> Payload:
+    """The payload of ``sample`` in ``--sample-json``, checked; on the embedded service the example is the default."""
+    path = options.sample_json or (EXAMPLE_REQUEST if is_embedded(options) else None)
+    if path is None:
+        raise UsageError("--sample-json is required away from the embedded service (--local rehearses)")
+    try:
+        request: Payload = json.loads(path.read_text(encoding="utf-8"))
+        check_sample_request(request)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--sample-json {path}: {error}") from None
+    return request
+
+
 def is_embedded(options: argparse.Namespace) -> bool:
     """Whether these options and the environment mean the embedded service. Raises UsageError where they contradict."""
     if options.local and options.base_url:
@@ -88,6 +133,43 @@ def place_to_train(options: argparse.Namespace) -> Iterator[Place]:
         client = WhitneyClient(service.base_url, service.api_key, operation_timeout_s=options.timeout)
         say(f"training on the embedded service at {client.base_url} (as {options.provider}): nothing is billed")
         yield Place(client, embedded=True)
+
+
+@contextmanager
+def open_run(
+    options: argparse.Namespace, place: Place, summary: Summary, operations: Collection[str]
+) -> Iterator[LoopContext]:
+    """A session and a LoRA run in it, once the service offers ``operations``; both ended with the block.
+
+    A block that ends well leaves a saved state and an exported adapter behind, named in the summary.
+    """
+    client, provider = place.client, options.provider
+    summary |= {"state_id": None, "artifact": None}
+    client.require_operations(provider, operations)
+    with training_session(client, provider=provider) as session_id:
+        summary["session_id"] = session_id
+        new_run = lora_run(client, session_id, model=options.model, rank=options.lora_rank, seed=options.seed)
+        with new_run as run_id, ExitStack() as resources:
+            summary["run_id"] = run_id
+            if note := client.run(run_id).get("note"):
+                say(note)
+            yield LoopContext(client, run_id, "", provider, session_id, options.model, resources=resources)
+            summary["state_id"] = client.run_operation(run_id, "save_state", {}).get("state_id")
+            summary["artifact"] = client.run_operation(run_id, "export_lora", {})
+
+
+def train_on(ctx: LoopContext, payload: Payload, optimizer: Payload, summary: Summary) -> dict[str, Any]:
+    """One forward_backward and one optim_step; the result of the first."""
+    check_payload(payload, ctx.provider)
+    backward = ctx.client.run_operation(ctx.run_id, "forward_backward", payload)
+    ctx.client.run_operation(ctx.run_id, "optim_step", {"optimizer": optimizer})
+    summary["tokens_trained"] = summary.get("tokens_trained", 0) + trained_tokens(payload)
+    return backward
+
+
+def trained_tokens(payload: Payload) -> int:
+    """Tokens with a weight: those that the loss is summed over."""
+    return sum(weight != 0 for datum in payload["data"] for weight in datum["loss_inputs"]["weights"]["values"])
 
 
 def run_loop(options: argparse.Namespace, train: Callable[[Place, Summary], int]) -> int:

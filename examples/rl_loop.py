@@ -11,44 +11,38 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
 from loop_support import (
-    EMBEDDED_MODEL,
     CallableError,
+    Payload,
     Place,
     Summary,
     UsageError,
     add_common_options,
+    checked_optimizer,
     formatted,
-    is_embedded,
+    open_run,
     run_loop,
+    sample_request_of,
     say,
+    train_on,
 )
-
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
-    adamw_optimizer,
     check_payload,
-    lora_run,
     require_advertised_loss,
     result_sampler_id,
     result_sequences,
-    training_session,
 )
-from whitney_loop.payloads import check_sample_request
 
 NEEDED_OPERATIONS = ("forward_backward", "optim_step", "save_weights_for_sampler", "sample")
-EXAMPLE_REQUEST = Path(__file__).with_name("sample.json")
 
-Payload = dict[str, Any]
 BuildLoss = Callable[..., Any]  # what it returns is not trusted: check_payload judges it
 
 
@@ -56,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     try:
         build_loss = load_build_loss(options.build_loss, options.provider)
-        request, optimizer = prepare(options)
+        optimizer = checked_optimizer(options, "cycles", "updates")
+        request = sample_request_of(options)
     except UsageError as error:
         say(f"error: {error}")
         return 2
@@ -88,9 +83,7 @@ def load_build_loss(spec: str, provider: str) -> BuildLoss:
         module = importlib.import_module(module_name)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(
-                f"--build-loss: no module {module_name!r} in the current folder or in {EXAMPLE_REQUEST.parent.name}/"
-            ) from None
+            raise UsageError(f"--build-loss: no module {module_name!r} in the current folder or in examples/") from None
         raise UsageError(f"--build-loss: importing {module_name!r} raised {type(error).__name__}: {error}") from None
     build_loss = getattr(module, name, None)
     if build_loss is None:
@@ -107,31 +100,6 @@ def load_build_loss(spec: str, provider: str) -> BuildLoss:
     return cast(BuildLoss, build_loss)
 
 
-def prepare(options: argparse.Namespace) -> tuple[Payload, Payload]:
-    """The sample request and the optimizer that the options mean, checked before anything is created."""
-    for name in ("cycles", "updates", "lora_rank"):
-        if getattr(options, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(options, name)}, expected at least 1")
-    if not options.timeout > 0:
-        raise UsageError(f"--timeout is {options.timeout}, expected seconds above 0")
-    if options.seed is not None and options.seed < 0:
-        raise UsageError(f"--seed is {options.seed}, expected at least 0")
-    if is_embedded(options):
-        options.model = options.model or EMBEDDED_MODEL
-        options.sample_json = options.sample_json or EXAMPLE_REQUEST
-    if not options.model or not options.sample_json:
-        raise UsageError("--model and --sample-json are required away from the embedded service (--local rehearses)")
-    try:
-        request = json.loads(options.sample_json.read_text(encoding="utf-8"))
-        check_sample_request(request)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--sample-json {options.sample_json}: {error}") from None
-    try:
-        return request, adamw_optimizer(options.learning_rate)
-    except ValueError as error:
-        raise UsageError(f"--learning-rate: {error}") from None
-
-
 def train(
     options: argparse.Namespace,
     place: Place,
@@ -140,22 +108,10 @@ def train(
     request: Payload,
     optimizer: Payload,
 ) -> int:
-    client, provider, model = place.client, options.provider, options.model
     summary |= {"cycles_done": 0, "cycles_skipped": 0, "tokens_sampled": 0, "tokens_trained": 0}
-    summary |= {"state_id": None, "artifact": None}
-    client.require_operations(provider, NEEDED_OPERATIONS)
-    with training_session(client, provider=provider) as session_id:
-        summary["session_id"] = session_id
-        new_run = lora_run(client, session_id, model=model, rank=options.lora_rank, seed=options.seed)
-        with new_run as run_id, ExitStack() as resources:
-            summary["run_id"] = run_id
-            if note := client.run(run_id).get("note"):
-                say(note)
-            ctx = LoopContext(client, run_id, "", provider, session_id, model, resources=resources)
-            for cycle in range(options.cycles):
-                train_one_cycle(cycle, ctx, request, build_loss, optimizer, options.updates, summary)
-            summary["state_id"] = client.run_operation(run_id, "save_state", {}).get("state_id")
-            summary["artifact"] = client.run_operation(run_id, "export_lora", {})
+    with open_run(options, place, summary, NEEDED_OPERATIONS) as ctx:
+        for cycle in range(options.cycles):
+            train_one_cycle(cycle, ctx, request, build_loss, optimizer, options.updates, summary)
     if not summary["cycles_done"]:
         say("error: every cycle was skipped: no build_loss found a gradient signal")
         return 1
@@ -171,10 +127,10 @@ def train_one_cycle(
     updates: int,
     summary: Summary,
 ) -> None:
-    client, started = ctx.client, time.monotonic()
-    saved = client.run_operation(ctx.run_id, "save_weights_for_sampler", {})
+    started = time.monotonic()
+    saved = ctx.client.run_operation(ctx.run_id, "save_weights_for_sampler", {})
     ctx.sampler_id = result_sampler_id(saved)
-    sample = client.sampler_operation(ctx.run_id, ctx.sampler_id, "sample", request)
+    sample = ctx.client.sampler_operation(ctx.run_id, ctx.sampler_id, "sample", request)
     tokens = sum(len(sequence["tokens"]) for sequence in result_sequences(sample))
     summary["tokens_sampled"] += tokens
     ctx.metrics.clear()
@@ -186,12 +142,12 @@ def train_one_cycle(
         say(f"{formatted(line | ctx.metrics)}  skipped: {reason}")
         return
     for _ in range(updates):
-        backward = client.run_operation(ctx.run_id, "forward_backward", payload)
-        client.run_operation(ctx.run_id, "optim_step", {"optimizer": optimizer})
-        summary["tokens_trained"] += trained_tokens(payload)
+        backward = train_on(ctx, payload, optimizer, summary)
     summary["cycles_done"] += 1
-    line |= ctx.metrics | {"loss": backward.get("loss"), "tokens": tokens}
-    say(f"{formatted(line)}  {time.monotonic() - started:.2f} s")
+    line |= ctx.metrics | {"loss": backward.get("loss")}
+    if "clip_frac" in (backward.get("metrics") or {}):  # acts from the second update on the same sample on
+        line["clip_frac"] = backward["metrics"]["clip_frac"]
+    say(f"{formatted(line)}  tokens {tokens}  {time.monotonic() - started:.2f} s")
 
 
 def call_build_loss(build_loss: BuildLoss, sample: Payload, cycle: int, request: Payload, ctx: LoopContext) -> Payload:
@@ -207,11 +163,6 @@ def call_build_loss(build_loss: BuildLoss, sample: Payload, cycle: int, request:
     except ValueError as error:
         raise ValueError(f"build_loss returned, in cycle {cycle}, what {ctx.provider} would refuse: {error}") from None
     return payload
-
-
-def trained_tokens(payload: Payload) -> int:
-    """Tokens with a weight: those that the loss is summed over."""
-    return sum(weight != 0 for datum in payload["data"] for weight in datum["loss_inputs"]["weights"]["values"])
 
 
 if __name__ == "__main__":

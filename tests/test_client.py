@@ -10,8 +10,8 @@ import threading
 import time
 
 import pytest
-from scripted_server import ScriptedServer, drop, operation, refusal, reply, reset_after, run, stall
 
+from scripted_server import ScriptedServer, drop, operation, refusal, reply, reset_after, run, stall
 from whitney_loop import (
     ConfigurationError,
     OperationFailed,

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from scripted_server import ScriptedServer, refusal, reply, run, stall
 
+from scripted_server import ScriptedServer, refusal, reply, run, stall
 from whitney_loop import (
     OperationFailed,
     RequestRejected,

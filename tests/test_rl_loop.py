@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripted_server import ScriptedServer
 
+from scripted_server import ScriptedServer
 from whitney_loop import WhitneyClient
 from whitney_loop.local import serve
 
@@ -301,8 +301,8 @@ def test_a_build_loss_that_can_not_be_used_is_one_line_and_nothing_is_created(fo
     [
         ([], {"WHITNEY_API_KEY": "k"}, "WHITNEY_API_KEY is set, but no base URL"),
         (["--local", "--base-url", "http://127.0.0.1:1"], {}, "--local and --base-url contradict"),
-        (["--base-url", "http://127.0.0.1:1"], {}, "--model and --sample-json are required"),
-        (["--base-url", "http://127.0.0.1:1", "--model", "m"], {}, "--model and --sample-json are required"),
+        (["--base-url", "http://127.0.0.1:1"], {}, "--model is required"),
+        (["--base-url", "http://127.0.0.1:1", "--model", "m"], {}, "--sample-json is required"),
         (["--base-url", "http://example.com", *REMOTE], {}, "https only"),
         (["--base-url", "https://example.com", *REMOTE], {}, "no API key"),
         (["--cycles", "0"], {}, "--cycles is 0, expected at least 1"),

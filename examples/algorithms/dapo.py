@@ -1,0 +1,54 @@
+"""DAPO: more room to rise than to fall, and no group without signal.
+
+−Σ min(r·A, clip(r)·A), a sum over the tokens of all completions, A = (reward − group mean) / group deviation, with
+the high clip further away than the low one. A uniform group teaches nothing and is replaced: the paper draws other
+prompts; sampling the same prompt again with another seed, as here, is a variant of it. Each such sample is billed.
+DAPO, arXiv 2503.14476. Modal and Tinker. Updates: several (``--updates 4``). Knobs: the clip range, the resamples.
+"""
+
+from typing import Any
+
+from whitney_loop import (
+    LoopContext,
+    NoGradientSignal,
+    all_zero,
+    forward_backward_payload,
+    group_mean_advantages,
+    result_sequences,
+    rl_datum,
+)
+
+LOSS_FUNCTION = "ppo"
+CLIP_LOW, CLIP_HIGH = 0.8, 1.28  # probability ratios
+MOST_RESAMPLES = 2
+VOWELS = frozenset(b"aeiou")
+
+
+def reward(tokens: list[int]) -> float:
+    """The share of lowercase vowels, 0…1."""
+    return sum(token in VOWELS for token in tokens) / max(len(tokens), 1)
+
+
+def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
+    prompt = request["prompt"]["token_ids"]
+    for resample in range(MOST_RESAMPLES + 1):
+        if resample:
+            params = request["sampling_params"] | {"seed": cycle * MOST_RESAMPLES + resample}
+            again = request | {"sampling_params": params}
+            sample = ctx.client.sampler_operation(ctx.run_id, ctx.sampler_id, "sample", again)
+        sequences = result_sequences(sample)
+        rewards = [reward(sequence["tokens"]) for sequence in sequences]
+        advantages = group_mean_advantages(rewards, normalize_std=True)
+        if not all_zero(advantages):
+            break
+    ctx.metrics |= {"reward/mean": sum(rewards) / len(rewards), "resamples": resample}
+    if all_zero(advantages):
+        raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
+    on_tinker = ctx.provider == "tinker"  # which takes the clip range per token; Modal takes it in loss_config
+    clip = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH} if on_tinker else {}
+    config = {} if on_tinker else {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
+    data = [
+        rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage, **clip)
+        for sequence, advantage in zip(sequences, advantages, strict=True)
+    ]
+    return forward_backward_payload(data, LOSS_FUNCTION, config)

@@ -1,0 +1,46 @@
+"""GRPO with its paper's length normalisation: every sequence weighs the same, however long.
+
+−Σ_i 1/|y_i| Σ_t min(r·A_i, clip(r)·A_i) with A = (reward − group mean) / group deviation. The service sums over
+tokens, so the 1/|y| is put into the advantage; a completion without tokens has no term.
+GRPO, arXiv 2402.03300. Modal and Tinker. Updates: several (``--updates 4``). Knobs: the clip range.
+"""
+
+from typing import Any
+
+from whitney_loop import (
+    LoopContext,
+    NoGradientSignal,
+    all_zero,
+    forward_backward_payload,
+    group_mean_advantages,
+    length_normalize,
+    rl_datum,
+)
+
+LOSS_FUNCTION = "ppo"
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
+VOWELS = frozenset(b"aeiou")
+
+
+def reward(tokens: list[int]) -> float:
+    """The share of lowercase vowels, 0…1."""
+    return sum(token in VOWELS for token in tokens) / max(len(tokens), 1)
+
+
+def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
+    prompt = request["prompt"]["token_ids"]
+    sequences = sample["sequences"]
+    rewards = [reward(sequence["tokens"]) for sequence in sequences]
+    ctx.metrics["reward/mean"] = sum(rewards) / len(rewards)
+    advantages = group_mean_advantages(rewards, normalize_std=True)
+    if all_zero(advantages):
+        raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
+    on_tinker = ctx.provider == "tinker"  # which takes the clip range per token; Modal takes it in loss_config
+    clip = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH} if on_tinker else {}
+    config = {} if on_tinker else {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
+    data = [
+        rl_datum(prompt, tokens, sequence["logprobs"], length_normalize(advantage, len(tokens)), **clip)
+        for sequence, advantage in zip(sequences, advantages, strict=True)
+        if (tokens := sequence["tokens"])
+    ]
+    return forward_backward_payload(data, LOSS_FUNCTION, config)

@@ -1,0 +1,71 @@
+"""PPO with a critic: a second run in the same session learns the value of every prefix.
+
+The critic's values give GAE advantages and the returns it should learn; the policy takes PPO's clipped surrogate with
+A normalised over the batch, the critic ½·max((clip(v) − R)², (v − R)²) with v kept within VALUE_CLIP of its old value.
+The reward comes with the last token. One update of the critic per sample, however many the policy takes.
+PPO, arXiv 1707.06347; GAE, arXiv 1506.02438. Modal, which alone has the critic's loss. Updates: several
+(``--updates 4``). Knobs: the clip ranges, GAMMA, GAE_LAMBDA, the critic's learning rate.
+"""
+
+from typing import Any
+
+from whitney_loop import (
+    LoopContext,
+    NoGradientSignal,
+    adamw_optimizer,
+    batch_normalize,
+    check_payload,
+    completion_values,
+    critic_datum,
+    forward_backward_payload,
+    generalized_advantages,
+    lora_run,
+    rl_datum,
+    sft_datum,
+)
+
+LOSS_FUNCTION = "ppo_critic"  # of the critic: the loop refuses a provider without it
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
+VALUE_CLIP = 0.2
+GAMMA, GAE_LAMBDA = 1.0, 0.95
+CRITIC_OPTIMIZER = {"optimizer": adamw_optimizer(0.1)}
+CRITIC_RANK = 8
+VOWELS = frozenset(b"aeiou")
+
+
+def reward(tokens: list[int]) -> float:
+    """The share of lowercase vowels, 0…1."""
+    return sum(token in VOWELS for token in tokens) / max(len(tokens), 1)
+
+
+def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
+    prompt = request["prompt"]["token_ids"]
+    sequences = sample["sequences"]
+    rewards = [reward(sequence["tokens"]) for sequence in sequences]
+    ctx.metrics["reward/mean"] = sum(rewards) / len(rewards)
+    sequences = [sequence for sequence in sequences if sequence["tokens"]]
+    if not sequences:
+        raise NoGradientSignal("every completion is empty")
+    if "critic" not in ctx.state:
+        run = lora_run(ctx.client, ctx.session_id, model=ctx.model, rank=CRITIC_RANK, seed=0)
+        ctx.state["critic"] = ctx.resources.enter_context(run)
+    critic = ctx.state["critic"]
+    asked = forward_backward_payload([sft_datum(prompt, s["tokens"]) for s in sequences], "ppo_critic")
+    outputs = ctx.client.run_operation(critic, "forward", asked)["outputs"]
+    critic_data, advantages = [], []
+    for sequence, output in zip(sequences, outputs, strict=True):
+        tokens, values = sequence["tokens"], completion_values(output, prompt)
+        token_rewards = [0.0] * (len(tokens) - 1) + [reward(tokens)]
+        gained, returns = generalized_advantages(token_rewards, values, gamma=GAMMA, gae_lambda=GAE_LAMBDA)
+        advantages.append(gained)
+        critic_data.append(critic_datum(prompt, tokens, values, returns))
+    critic_payload = forward_backward_payload(critic_data, "ppo_critic", {"value_clip": VALUE_CLIP})
+    check_payload(critic_payload, ctx.provider)
+    ctx.metrics["critic/loss"] = ctx.client.run_operation(critic, "forward_backward", critic_payload).get("loss")
+    ctx.client.run_operation(critic, "optim_step", CRITIC_OPTIMIZER)
+    data = [
+        rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage)
+        for sequence, advantage in zip(sequences, batch_normalize(advantages), strict=True)
+    ]
+    config = {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
+    return forward_backward_payload(data, "ppo", config)

@@ -1,0 +1,146 @@
+"""On-policy distillation: the student samples, and a frozen teacher run in the same session says how likely that is.
+
+    python examples/distillation_loop.py --teacher-data examples/sft_train.jsonl --cycles 60 --learning-rate 0.1
+
+The teacher is resumed from ``--teacher-state`` (a ``state_id`` of ``save_state``), or trained first by SFT on
+``--teacher-data``. Each cycle the advantage of a token is the teacher's logprob − the student's, under
+``importance_sampling``: its expectation is −KL(student ‖ teacher), which the progress shows as ``kl/k1``, the mean over
+the sampled tokens. Where it trains, how it ends and the exit codes are those of ``rl_loop.py``.
+Source: Whitney's page "Distillation"; arXiv 2306.13649.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from loop_support import (
+    Payload,
+    Place,
+    Summary,
+    UsageError,
+    add_common_options,
+    checked_optimizer,
+    formatted,
+    is_embedded,
+    open_run,
+    run_loop,
+    sample_request_of,
+    say,
+    train_on,
+)
+from sft_loop import read_data
+from whitney_loop import (
+    Datum,
+    LoopContext,
+    completion_logprobs,
+    forward_backward_payload,
+    logprobs_request,
+    lora_run,
+    result_sampler_id,
+    result_sequences,
+    rl_datum,
+)
+
+NEEDED_OPERATIONS = ("forward_backward", "optim_step", "save_weights_for_sampler", "sample", "logprobs")
+TEACHER_BATCH = 8  # examples per optimizer step
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_options(arguments)
+    try:
+        optimizer = checked_optimizer(options, "cycles", "teacher_epochs")
+        request = sample_request_of(options)
+        data = read_data(options.teacher_data, text=is_embedded(options)) if options.teacher_data else []
+    except UsageError as error:
+        say(f"error: {error}")
+        return 2
+    return run_loop(options, lambda place, summary: train(options, place, summary, request, data, optimizer))
+
+
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a student on what a frozen teacher thinks of its samples.")
+    teacher = parser.add_mutually_exclusive_group(required=True)
+    teacher.add_argument("--teacher-state", metavar="STATE_ID", help="the teacher: a saved state of the same model")
+    teacher.add_argument("--teacher-data", type=Path, metavar="FILE.jsonl", help="train the teacher on this first")
+    parser.add_argument("--teacher-epochs", type=int, default=3, help="passes over --teacher-data (default 3)")
+    parser.add_argument("--sample-json", type=Path, help="file with the payload of sample (embedded: sample.json here)")
+    parser.add_argument("--cycles", type=int, default=2)
+    add_common_options(parser)
+    return parser.parse_args(arguments)
+
+
+def train(
+    options: argparse.Namespace,
+    place: Place,
+    summary: Summary,
+    request: Payload,
+    teacher_data: list[Datum],
+    optimizer: Payload,
+) -> int:
+    summary |= {"cycles_done": 0, "tokens_sampled": 0, "tokens_trained": 0, "kl_first": None, "kl_last": None}
+    with open_run(options, place, summary, NEEDED_OPERATIONS) as ctx:
+        teacher = open_teacher(ctx, options, teacher_data, optimizer, summary)
+        for cycle in range(options.cycles):
+            kl = train_one_cycle(cycle, ctx, teacher, request, optimizer, summary)
+            summary["kl_first"] = kl if cycle == 0 else summary["kl_first"]
+            summary["kl_last"] = kl
+            summary["cycles_done"] += 1
+    return 0
+
+
+def open_teacher(
+    ctx: LoopContext, options: argparse.Namespace, data: list[Datum], optimizer: Payload, summary: Summary
+) -> tuple[str, str]:
+    """The teacher's run, cleaned up with the student's, and the sampler of its frozen weights."""
+    run = lora_run(
+        ctx.client,
+        ctx.session_id,
+        model=options.model,
+        rank=options.lora_rank,
+        seed=options.seed,
+        resume_from=options.teacher_state,
+    )
+    teacher = LoopContext(ctx.client, ctx.resources.enter_context(run), "", ctx.provider, ctx.session_id, ctx.model)
+    summary["teacher_run_id"] = teacher.run_id
+    for epoch in range(options.teacher_epochs if data else 0):
+        order = random.Random(f"{options.seed}:{epoch}").sample(data, len(data))
+        for start in range(0, len(order), TEACHER_BATCH):
+            payload = forward_backward_payload(order[start : start + TEACHER_BATCH], "cross_entropy")
+            train_on(teacher, payload, optimizer, summary)
+    saved = ctx.client.run_operation(teacher.run_id, "save_weights_for_sampler", {})
+    say(f"teacher {teacher.run_id} is frozen at version {saved.get('version')}")
+    return teacher.run_id, result_sampler_id(saved)
+
+
+def train_one_cycle(
+    cycle: int, ctx: LoopContext, teacher: tuple[str, str], request: Payload, optimizer: Payload, summary: Summary
+) -> float:
+    """One sample, judged token by token, and one update; the estimate of the KL that it was sampled with."""
+    started = time.monotonic()
+    saved = ctx.client.run_operation(ctx.run_id, "save_weights_for_sampler", {})
+    sample = ctx.client.sampler_operation(ctx.run_id, result_sampler_id(saved), "sample", request)
+    prompt = request["prompt"]["token_ids"]
+    data: list[Datum] = []
+    advantages: list[float] = []
+    for sequence in result_sequences(sample):
+        tokens, logprobs = sequence["tokens"], sequence["logprobs"]
+        answer = ctx.client.sampler_operation(*teacher, "logprobs", logprobs_request(prompt + tokens))
+        thought = completion_logprobs(answer, prompt)
+        per_token = [theirs - mine for theirs, mine in zip(thought, logprobs, strict=True)]
+        advantages += per_token
+        data.append(rl_datum(prompt, tokens, logprobs, per_token))
+    backward = train_on(ctx, forward_backward_payload(data, "importance_sampling"), optimizer, summary)
+    summary["tokens_sampled"] += len(advantages)
+    kl: float = -sum(advantages) / max(len(advantages), 1)
+    line: dict[str, Any] = {"cycle": cycle, "version": saved.get("version"), "kl/k1": kl, "loss": backward.get("loss")}
+    say(f"{formatted(line)}  tokens {len(advantages)}  {time.monotonic() - started:.2f} s")
+    return kl
+
+
+if __name__ == "__main__":
+    sys.exit(main())
