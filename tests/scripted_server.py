@@ -1,9 +1,11 @@
 """A server on a loopback port that does to each connection what a script says, in turn: a service having a bad day."""
 
+import contextlib
 import json
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass
 
 CLIENT_GIVES_UP_S = 10.0  # a test that goes wrong ends; one that goes right never waits for it
@@ -80,13 +82,30 @@ def reply(body, status=200, headers=(), declared_length=None):
     return "\r\n".join([*lines, "", ""]).encode() + raw
 
 
+def drip(head):
+    """Answer a byte at a time, slowly, without ever ending: the pace is the trouble, nothing waits for it."""
+
+    def act(connection):
+        connection.sendall(head)
+        gone = time.monotonic() + CLIENT_GIVES_UP_S
+        while time.monotonic() < gone:
+            connection.sendall(b"x")
+            time.sleep(0.02)
+
+    def until_the_client_leaves(connection):
+        with contextlib.suppress(OSError):
+            act(connection)
+
+    return until_the_client_leaves
+
+
 def refusal(status, code, headers=(), **extra):
     error = {"code": code, "message": f"this is {code}", "retryable": False, **extra}
     return reply({"error": error, "request_id": "req-7"}, status, headers)
 
 
 def operation(status="succeeded", result=None, seq_id=1, **fields):
-    body = {"operation_id": "op-1", "run_id": "run-1", "kind": "any", "seq_id": seq_id, "status": status}
+    body = {"operation_id": "op-1", "run_id": "run-1", "kind": "optim_step", "seq_id": seq_id, "status": status}
     return reply(body | {"result": {"answer": 42} if result is None else result, "error": None} | fields)
 
 

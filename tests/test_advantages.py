@@ -66,9 +66,20 @@ def test_a_number_that_is_not_finite_is_refused_with_its_position(estimate, bad)
         estimate([0.0, 0.0, bad])
 
 
-def test_rewards_whose_squares_overflow_are_refused_not_flattened_to_zero():
-    with pytest.raises(ValueError, match=r"rewards\[1\] is 1e\+200"):
-        group_mean_advantages([0.0, 1e200], normalize_std=True)
+def test_numbers_that_overflow_on_the_way_are_refused_and_give_no_infinity_and_no_zero():
+    assert group_mean_advantages([1e200, 0]) == [5e199, -5e199]
+    for overflowing in (
+        lambda: group_mean_advantages([0.0, 1e200], normalize_std=True),
+        lambda: group_mean_advantages([1.7e308, 1.6e308]),
+        lambda: leave_one_out_baseline([1.7e308, -1.7e308]),
+        lambda: kl_adjust_advantages([1e308], [-1e308], [1e308], kl_coef=1.0),
+        lambda: kl_shaped_returns(1e308, [-1e308], [1e308], kl_coef=1.0),
+        lambda: soft_advantages([1.7e308, -1.7e308], beta=1.0),
+        lambda: generalized_advantages([1.7e308], [-1.7e308], gamma=1, gae_lambda=1),
+        lambda: batch_normalize([[1e200, 0.0]]),
+    ):
+        with pytest.raises(ValueError, match="so large that result"):
+            overflowing()
 
 
 def test_all_zero_is_about_every_advantage():
@@ -77,7 +88,7 @@ def test_all_zero_is_about_every_advantage():
 
 def test_length_normalize_divides_by_tokens():
     assert length_normalize(3.0, 4) == 0.75
-    for length in (0, -1, math.nan):
+    for length in (0, -1, 0.5, math.nan):
         with pytest.raises(ValueError, match="completion_length"):
             length_normalize(1.0, length)
     with pytest.raises(ValueError, match="advantage is nan"):

@@ -8,10 +8,11 @@ import signal
 import socket
 import threading
 import time
+import traceback
 
 import pytest
 
-from scripted_server import ScriptedServer, drop, operation, refusal, reply, reset_after, run, stall
+from scripted_server import ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
 from whitney_loop import (
     ConfigurationError,
     OperationFailed,
@@ -141,6 +142,21 @@ def test_a_retry_after_beyond_what_is_left_ends_the_retrying_and_says_so(pauses)
         with pytest.raises(ServiceUnavailable, match="asks to wait 400 s, and 300 s are left") as caught:
             step(client)
     assert pauses == [] and caught.value.outcome == "rejected" and caught.value.code == "busy"
+
+
+def test_a_retry_after_of_any_length_is_a_number(pauses):
+    with ScriptedServer(run(), refusal(429, "busy", [f"Retry-After: {'9' * 400}"])) as server:
+        with pytest.raises(ServiceUnavailable, match="asks to wait inf s"):
+            step(client_of(server))
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nX-Slow: ", b"HTTP/1.1 200 OK\r\n\r\n{"])
+def test_an_answer_that_drips_is_ended_with_the_exchange(head, pauses):
+    with ScriptedServer(run(), drip(head), operation()) as server:
+        monotonic = time.monotonic()
+        step(client_of(server, exchange_timeout_s=0.3))
+        assert time.monotonic() - monotonic < 3  # and not the 10 s that the server would go on
+    assert len(server.requests) == 3
 
 
 def test_the_pause_grows_at_random_up_to_a_ceiling(monkeypatch):
@@ -306,7 +322,9 @@ def test_a_run_that_does_not_end_in_time_is_reported():
         (reply({"status": "queued"}), "optim_step: operation_id is None"),
         (operation(operation_id=7), "optim_step: operation_id is 7"),
         (operation(status=None), "optim_step: status is None"),
-        (operation(seq_id=9), "about seq_id 9, not 1"),
+        (operation(seq_id=9), "optim_step: seq_id is 9 in the answer, expected 1"),
+        (operation(seq_id=True), "seq_id is True"),
+        (operation(kind="sample"), "kind is 'sample' in the answer, expected 'optim_step'"),
         (operation(result="done"), "optim_step: result is 'done', expected an object"),
         (operation("failed", error="oh"), "optim_step failed: the service gives no reason"),
     ],
@@ -314,6 +332,13 @@ def test_a_run_that_does_not_end_in_time_is_reported():
 def test_an_answer_of_the_wrong_shape_names_the_operation_and_the_field(answer, message):
     with ScriptedServer(run(), answer) as server, pytest.raises(WhitneyError, match=message):
         step(client_of(server))
+
+
+def test_a_poll_that_answers_for_another_operation_is_not_believed():
+    other = operation(operation_id="op-2")
+    with ScriptedServer(run(), operation("queued"), other) as server:
+        with pytest.raises(UnexpectedResponse, match="operation_id is 'op-2' in the answer, expected 'op-1'"):
+            step(client_of(server))
 
 
 def test_a_run_without_a_usable_next_seq_id_is_reported():
@@ -445,15 +470,47 @@ def test_a_proxy_of_the_environment_never_sees_what_goes_to_loopback(monkeypatch
     assert proxy.requests == []
 
 
+def test_a_failed_operation_carries_where_it_was_sent():
+    failed = operation("failed", error={"code": "no_gradients", "message": "nothing to step on"})
+    with ScriptedServer(run(), failed) as server, pytest.raises(OperationFailed) as caught:
+        step(client_of(server))
+    assert (caught.value.method, caught.value.path) == ("POST", "/v1/training/runs/run-1/operations")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        operation("failed", error={"code": KEY, "message": f"Authorization: Bearer {KEY}"}),
+        operation(operation_id=[KEY]),
+        operation(status=[KEY]),
+        operation(kind=KEY),
+        operation(result=KEY),
+    ],
+)
+def test_no_error_holds_a_key_that_an_operation_echoes(answer):
+    with ScriptedServer(run(), answer) as server, pytest.raises(WhitneyError) as caught:
+        step(client_of(server))
+    assert KEY not in f"{caught.value}{caught.value!r}{caught.value.__dict__}"
+
+
+def test_no_printed_traceback_holds_a_key_that_stands_in_place_of_http():
+    with ScriptedServer(f"Authorization: Bearer {KEY}\r\n\r\n".encode()) as server:
+        client = client_of(server, submit_timeout_s=0)
+        with pytest.raises(ServiceUnavailable) as caught:
+            client.capabilities()
+    assert KEY not in "".join(traceback.format_exception(caught.value))
+
+
 def test_no_error_and_no_repr_holds_the_key(pauses):
     echoes = [
+        reply({"session_id": [KEY], "providers": [KEY], "next_seq_id": KEY}),
         reply({"error": {"code": KEY, "message": f"bad key {KEY}"}, "request_id": KEY}, 401),
         reply(f"<p>{'x' * 190}{KEY}", 403),
         reply(f"<p>{KEY}"),
     ]
     for echo in echoes:
         with ScriptedServer(echo) as server, pytest.raises(WhitneyError) as caught:
-            client_of(server).capabilities()
+            client_of(server).require_operations("modal", [])
         assert KEY[:8] not in f"{caught.value}{caught.value!r}{caught.value.__dict__}"
     assert KEY not in repr(WhitneyClient("https://example.com", KEY))
 

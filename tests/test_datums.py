@@ -138,8 +138,9 @@ def test_a_token_that_is_no_id_is_refused_with_its_position(bad):
 def test_an_epsilon_taken_for_a_ratio_is_refused():
     with pytest.raises(ValueError, match="clip_high is 0.2.*ratios"):
         rl_datum([1], [2], [-1.0], 1.0, clip_high=0.2)
-    with pytest.raises(ValueError, match="clip_low is 1.2.*ratios"):
-        rl_datum([1], [2], [-1.0], 1.0, clip_low=1.2)
+    for low in (1.2, -0.2):
+        with pytest.raises(ValueError, match=f"clip_low is {low}.*ratios"):
+            rl_datum([1], [2], [-1.0], 1.0, clip_low=low)
 
 
 def test_scalars_and_arrays_of_other_libraries_come_out_as_plain_numbers():

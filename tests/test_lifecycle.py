@@ -17,6 +17,7 @@ from whitney_loop import (
     lora_run,
     training_session,
 )
+from whitney_loop.lifecycle import close_everything
 from whitney_loop.local import serve
 
 
@@ -118,6 +119,42 @@ def test_a_session_whose_creation_got_no_answer_is_found_by_its_key_and_closed()
     lost, again, close = server.requests
     assert lost.headers["idempotency-key"] == again.headers["idempotency-key"]
     assert close.path == "/v1/training/sessions/ses-1/close"
+
+
+def test_a_run_whose_creation_got_no_answer_is_found_by_its_key_and_cancelled():
+    script = [stall, reply({"run_id": "run-1"}), run("cancelled")]
+    with ScriptedServer(*script) as server:
+        client = WhitneyClient(server.base_url, submit_timeout_s=0.3, exchange_timeout_s=0.3)
+        with pytest.raises(ServiceUnavailable), lora_run(client, "ses-1", model="m"):
+            pytest.fail("there is no id")
+    lost, again, cancel = server.requests
+    assert lost.headers["idempotency-key"] == again.headers["idempotency-key"]
+    assert cancel.path == "/v1/training/runs/run-1/cancel"
+
+
+def test_a_run_that_the_block_cancelled_may_still_be_ending():
+    script = [
+        reply({"run_id": "run-1"}), run("cancelling"), refusal(409, "run_not_active"),
+        run("cancelling"), run("cancelled"),
+    ]  # fmt: skip
+    with ScriptedServer(*script) as server:
+        client = WhitneyClient(server.base_url)
+        with lora_run(client, "ses-1", model="m") as run_id:
+            client.cancel(run_id)
+    assert len(server.requests) == 5
+
+
+def test_a_run_that_can_not_be_cancelled_does_not_keep_the_session_open():
+    runs = [{"run_id": "run-1", "status": "active"}, {"run_id": "run-2", "status": "active"}, "odd", {"status": []}]
+    script = [
+        reply({"session_id": "ses-1", "runs": runs}), refusal(409, "no"), run("cancelled"), reply({"status": "closed"}),
+        run("cancelled"), run("cancelled"),
+    ]  # fmt: skip
+    with ScriptedServer(*script) as server:
+        assert close_everything(WhitneyClient(server.base_url), "ses-1") == ["run-1", "run-2"]
+    assert [request.path.rpartition("/")[2] for request in server.requests] == [
+        "ses-1", "cancel", "cancel", "close", "run-1", "run-2",
+    ]  # fmt: skip
 
 
 def test_an_interrupt_during_clean_up_stops_the_waiting_and_tries_the_close_once(caplog):

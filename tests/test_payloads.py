@@ -133,8 +133,21 @@ def test_thresholds_are_judged_only_where_the_weight_is_not_zero():
     check_payload(payload, "tinker")
     with pytest.raises(ValueError, match=r"data\[0\].loss_inputs.clip_high_threshold.values\[2\] is 0.2.*ratios"):
         check_payload(set_at(payload, ("data", 0, "loss_inputs", "clip_high_threshold", "values", 2), 0.2), "tinker")
-    with pytest.raises(ValueError, match=r"clip_low_threshold.values\[2\] is 1.5.*at most 1"):
+    with pytest.raises(ValueError, match=r"clip_low_threshold.values\[2\] is 1.5, expected 0…1"):
         check_payload(set_at(payload, ("data", 0, "loss_inputs", "clip_low_threshold", "values", 2), 1.5), "tinker")
+    with pytest.raises(ValueError, match=r"clip_low_threshold.values\[2\] is -0.5"):
+        check_payload(set_at(payload, ("data", 0, "loss_inputs", "clip_low_threshold", "values", 2), -0.5), "tinker")
+    with pytest.raises(ValueError, match="kind is 'sample'"):
+        check_payload(payload, "tinker", kind="sample")
+
+
+def test_numbers_of_other_libraries_in_a_loss_config_come_out_plain():
+    class Scalar:
+        def item(self):
+            return 0.8
+
+    payload = policy_payload("ppo", {"clip_low_threshold": Scalar()})
+    assert payload["loss_config"] == {"clip_low_threshold": 0.8}
 
 
 def test_a_critics_forward_needs_no_values_and_its_backward_does():
@@ -159,7 +172,7 @@ def test_an_optimizer_always_has_every_field():
     ],
 )  # fmt: skip
 def test_an_optimizer_out_of_range_is_refused_with_the_field(field, value):
-    with pytest.raises(ValueError, match=f"optimizer.{field} is .*expected a number"):
+    with pytest.raises(ValueError, match=f"optimizer.{field} is .*expected a "):
         adamw_optimizer(**{"learning_rate": 1e-4, field: value})
 
 
@@ -196,6 +209,7 @@ def test_a_sample_request_has_every_parameter_and_leaves_out_what_was_not_given(
         ({"top_p": 0}, "sampling_params.top_p is 0"),
         ({"top_p": 1.1}, "sampling_params.top_p is 1.1"),
         ({"top_k": 0}, "sampling_params.top_k is 0.*or -1 for off"),
+        ({"top_k": -1.0}, "sampling_params.top_k is -1.0"),
         ({"top_k": -2}, "sampling_params.top_k is -2"),
         ({"seed": -1}, "sampling_params.seed is -1"),
         ({"seed": 1.5}, "sampling_params.seed is 1.5"),

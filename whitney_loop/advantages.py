@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 _LEAST_DEVIATION = 1e-6  # below it, dividing would amplify rounding into advantages
-_LARGEST_REWARD = 1e150  # the square of a larger one is no float
 
 
 def group_mean_advantages(rewards: Iterable[float], *, normalize_std: bool = False) -> list[float]:
@@ -26,10 +25,10 @@ def group_mean_advantages(rewards: Iterable[float], *, normalize_std: bool = Fal
     if _all_equal(rewards):
         return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
-    centered = [reward - mean for reward in rewards]
+    centered = _finite([reward - mean for reward in rewards])
     if not normalize_std:
         return centered
-    deviation = (sum(value * value for value in centered) / len(centered)) ** 0.5
+    [deviation] = _finite([(sum(value * value for value in centered) / len(centered)) ** 0.5])
     if deviation < _LEAST_DEVIATION:
         return centered
     return [value / deviation for value in centered]
@@ -53,7 +52,7 @@ def leave_one_out_baseline(rewards: Iterable[float]) -> list[float]:
     if _all_equal(rewards):
         return [0.0] * len(rewards)
     total = sum(rewards)
-    return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+    return _finite([reward - (total - reward) / (len(rewards) - 1) for reward in rewards])
 
 
 def length_normalize(advantage: float, completion_length: int) -> float:
@@ -63,7 +62,7 @@ def length_normalize(advantage: float, completion_length: int) -> float:
     "Advantage helpers".
     """
     length = _number(completion_length, "completion_length")
-    if length <= 0:
+    if length < 1:
         raise ValueError(f"completion_length is {completion_length!r}, expected at least one token")
     return _number(advantage, "advantage") / length
 
@@ -90,7 +89,7 @@ def kl_adjust_advantages(
             f"advantages has {len(plain)} entries, sampled_logprobs {len(sampled)} and reference_logprobs "
             f"{len(reference)}; expected one each per completion token"
         )
-    return [a - coefficient * (q - p_ref) for a, q, p_ref in zip(plain, sampled, reference, strict=True)]
+    return _finite([a - coefficient * (q - p_ref) for a, q, p_ref in zip(plain, sampled, reference, strict=True)])
 
 
 def soft_advantages(rewards: Iterable[float], *, beta: float) -> list[float]:
@@ -109,7 +108,7 @@ def soft_advantages(rewards: Iterable[float], *, beta: float) -> list[float]:
     top = max(rewards)  # taken out of the exponential, so that it can not overflow
     mean = sum(math.exp((reward - top) / temperature) for reward in rewards) / len(rewards)
     baseline = top + temperature * math.log(mean)
-    return [reward - baseline for reward in rewards]
+    return _finite([reward - baseline for reward in rewards])
 
 
 def generalized_advantages(
@@ -134,7 +133,7 @@ def generalized_advantages(
         delta = r[t] + discount * next_value - v[t]
         advantages[t] = next_advantage = delta + discount * trace * next_advantage
         next_value = v[t]
-    return advantages, [advantage + value for advantage, value in zip(advantages, v, strict=True)]
+    return _finite(advantages), _finite([a + value for a, value in zip(advantages, v, strict=True)])
 
 
 def kl_shaped_returns(
@@ -161,7 +160,7 @@ def kl_shaped_returns(
     for t in reversed(range(len(sampled))):
         total -= coefficient * (sampled[t] - reference[t])
         returns[t] = total
-    return returns
+    return _finite(returns)
 
 
 def batch_normalize(advantages: Iterable[Iterable[float]]) -> list[list[float]]:
@@ -176,23 +175,27 @@ def batch_normalize(advantages: Iterable[Iterable[float]]) -> list[list[float]]:
     if not flat or _all_equal(flat):
         return [[0.0] * len(row) for row in rows]
     mean = sum(flat) / len(flat)
-    deviation = (sum((number - mean) ** 2 for number in flat) / len(flat)) ** 0.5
+    [deviation] = _finite([(sum((number - mean) * (number - mean) for number in flat) / len(flat)) ** 0.5])
     scale = deviation if deviation >= _LEAST_DEVIATION else 1.0
-    return [[(number - mean) / scale for number in row] for row in rows]
+    return [_finite([(number - mean) / scale for number in row]) for row in rows]
 
 
 def _group(rewards: Any) -> list[float]:
     numbers = _numbers(rewards, "rewards")
     if len(numbers) < 2:
         raise ValueError(f"rewards has {len(numbers)} entries; a group needs at least two (num_samples ≥ 2)")
-    for index, number in enumerate(numbers):
-        if abs(number) > _LARGEST_REWARD:
-            raise ValueError(f"rewards[{index}] is {number!r}, expected one between -1e150 and 1e150")
     return numbers
 
 
 def _all_equal(numbers: list[float]) -> bool:
     return all(number == numbers[0] for number in numbers)
+
+
+def _finite(results: list[float]) -> list[float]:
+    for index, result in enumerate(results):
+        if not math.isfinite(result):
+            raise ValueError(f"the numbers given are so large that result {index} is {result}; scale them down")
+    return results
 
 
 def _numbers(values: Any, where: str) -> list[float]:

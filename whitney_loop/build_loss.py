@@ -7,7 +7,6 @@ from 0, ``request`` is the payload that was sampled, and ``ctx`` is a LoopContex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,4 +46,4 @@ class BuildLoss(Protocol):
 
     def __call__(
         self, sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext, /
-    ) -> Mapping[str, Any]: ...
+    ) -> dict[str, Any]: ...

@@ -74,12 +74,17 @@ class Wire:
     ERROR_CODE = "code"
     ERROR_MESSAGE = "message"
     ERROR_RETRYABLE = "retryable"
+    REQUEST_ID = "request_id"
+    IDEMPOTENCY_KEY = "Idempotency-Key"  # a header
+    SEQUENCES = "sequences"  # [doc], and so are the two below
+    TOKENS = "tokens"
+    LOGPROBS = "logprobs"
 
     # Statuses and codes [ours]; a status that is not named here is not final.
     SUCCEEDED = "succeeded"
     ENDED_OPERATION = frozenset({"succeeded", "failed", "cancelled"})
     ENDED_RUN = frozenset({"finished", "cancelled", "failed"})
-    CANCELLED_RUN = "cancelled"
+    CANCELLED_RUN = frozenset({"cancelling", "cancelled"})
     RUN_NOT_ACTIVE = "run_not_active"
     ORDER_LOST = frozenset({"seq_conflict", "seq_gap"})
 
@@ -121,7 +126,7 @@ class WhitneyClient:
         if not base_url:
             raise ConfigurationError("no base URL: pass base_url or set WHITNEY_BASE_URL", outcome="not_sent")
         key = api_key if api_key is not None else os.environ.get("WHITNEY_API_KEY")
-        self._transport = Transport(base_url, key, exchange_timeout_s=exchange_timeout_s)
+        self._transport = Transport(base_url, key, exchange_timeout_s=exchange_timeout_s, read_error=_read_error)
         self.base_url = self._transport.base_url
         self.operation_timeout_s = operation_timeout_s
         self.submit_timeout_s = submit_timeout_s
@@ -243,8 +248,12 @@ class WhitneyClient:
 
     def _operate(self, run_id: str, path: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         deadline = time.monotonic() + self.operation_timeout_s
-        operation = self._submit(run_id, path, kind, payload)
-        return self._result(run_id, operation, kind, deadline)
+        try:
+            operation = self._submit(run_id, path, kind, payload)
+            return self._result(run_id, operation, kind, deadline)
+        except WhitneyError as error:
+            error.method, error.path = error.method or "POST", error.path or path
+            raise
 
     def _submit(self, run_id: str, path: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Serialise, then take the seq_id, then send, under the run's lock; the operation as the service answers it."""
@@ -264,10 +273,10 @@ class WhitneyClient:
             try:
                 answer = self._exchange("POST", path, body, seq_id=seq_id)
                 _require_operation(answer, kind, seq_id)
+                order.next_seq_id = seq_id + 1
             except BaseException as error:
                 order.broken = _why_broken(error, kind, seq_id)
                 raise
-            order.next_seq_id += 1
         with self._lock:
             self.accepted[kind] += 1
         return answer
@@ -308,7 +317,7 @@ class WhitneyClient:
                 "GET", path + wait, budget_s=min(left, self.submit_timeout_s), seq_id=seq_id, long_poll=True
             )
             if answer is not None:
-                _require_operation(answer, kind, seq_id)
+                _require_operation(answer, kind, seq_id, operation[Wire.OPERATION_ID])
         except WhitneyError as error:
             error.outcome = "unknown"  # the operation was accepted: what is refused here is only its result
             raise
@@ -329,7 +338,8 @@ class WhitneyClient:
 
     def _create(self, path: str, body: dict[str, Any], idempotency_key: str | None, id_field: str) -> str:
         key = idempotency_key or str(uuid.uuid4())
-        answer = self._exchange("POST", path, _json(body, path).encode(), idempotency_key=key)
+        headers = {Wire.IDEMPOTENCY_KEY: key}
+        answer = self._exchange("POST", path, _json(body, path).encode(), headers=headers)
         made = answer.get(id_field)
         if not isinstance(made, str) or not made:
             raise UnexpectedResponse(
@@ -353,13 +363,11 @@ class WhitneyClient:
         body: bytes | None,
         *,
         timeout_s: float | None = None,
-        idempotency_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
         seq_id: int | None = None,
     ) -> dict[str, Any]:
         budget_s = self.submit_timeout_s if timeout_s is None else timeout_s
-        answer = self._transport.exchange(
-            method, path, body, budget_s=budget_s, idempotency_key=idempotency_key, seq_id=seq_id
-        )
+        answer = self._transport.exchange(method, path, body, budget_s=budget_s, headers=headers, seq_id=seq_id)
         assert answer is not None  # only a long poll ends without
         return answer
 
@@ -380,14 +388,14 @@ def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises UnexpectedResponse that names the field otherwise: a completion without them can not be trained on.
     """
-    sequences = result.get("sequences") if isinstance(result, Mapping) else None
+    sequences = result.get(Wire.SEQUENCES) if isinstance(result, Mapping) else None
     if not isinstance(sequences, list) or not sequences:
         raise _bad_sample("sequences", sequences, "a list of at least one sequence")
     for index, sequence in enumerate(sequences):
         where = f"sequences[{index}]"
         if not isinstance(sequence, dict):
             raise _bad_sample(where, sequence, "an object")
-        tokens, logprobs = sequence.get("tokens"), sequence.get("logprobs")
+        tokens, logprobs = sequence.get(Wire.TOKENS), sequence.get(Wire.LOGPROBS)
         if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
             raise _bad_sample(f"{where}.tokens", tokens, "a list of token ids")
         if not isinstance(logprobs, list) or not all(_is_finite(logprob) for logprob in logprobs):
@@ -417,20 +425,30 @@ def _json(value: object, what: str) -> str:
         raise ValueError(f"{what}: the payload is no JSON: {error}. check_payload says which entry it is") from None
 
 
-def _require_operation(answer: dict[str, Any], kind: str, seq_id: int) -> None:
+def _read_error(body: dict[str, Any]) -> dict[str, Any]:
+    error = body.get(Wire.ERROR)
+    error = error if isinstance(error, dict) else {}
+    return {
+        "message": error.get(Wire.ERROR_MESSAGE),
+        "code": error.get(Wire.ERROR_CODE),
+        "request_id": body.get(Wire.REQUEST_ID),
+    }
+
+
+def _require_operation(answer: dict[str, Any], kind: str, seq_id: int, operation_id: str | None = None) -> None:
+    """Raise UnexpectedResponse where this is no operation, or not the one that was asked about."""
     for name in (Wire.OPERATION_ID, Wire.STATUS):
         if not isinstance(answer.get(name), str):
             raise UnexpectedResponse(
-                f"{kind}: {name} is {answer.get(name)!r} in the answer, not a string",
-                outcome="unknown",
-                seq_id=seq_id,
+                f"{kind}: {name} is {answer.get(name)!r} in the answer, not a string", outcome="unknown", seq_id=seq_id
             )
-    if answer.setdefault(Wire.SEQ_ID, seq_id) != seq_id:
-        raise UnexpectedResponse(
-            f"{kind}: the answer is about seq_id {answer[Wire.SEQ_ID]!r}, not {seq_id}",
-            outcome="unknown",
-            seq_id=seq_id,
-        )
+    expected = {Wire.SEQ_ID: seq_id, Wire.KIND: kind, Wire.OPERATION_ID: operation_id or answer[Wire.OPERATION_ID]}
+    for name, value in expected.items():
+        found = answer.setdefault(name, value)
+        if type(found) is not type(value) or found != value:
+            raise UnexpectedResponse(
+                f"{kind}: {name} is {found!r} in the answer, expected {value!r}", outcome="unknown", seq_id=seq_id
+            )
 
 
 def _why_broken(error: BaseException, kind: str, seq_id: int) -> str | None:

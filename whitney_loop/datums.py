@@ -63,7 +63,7 @@ def rl_datum(
     """A datum for ``importance_sampling`` and its family, from one sampled completion.
 
     ``sampled_logprobs`` has one entry (in nats) per sampled token. ``advantage`` is one number for the whole
-    completion, or one per sampled token. ``clip_low`` ≤ 1 ≤ ``clip_high`` are probability *ratios* (0.8 and 1.2),
+    completion, or one per sampled token. 0 ≤ ``clip_low`` ≤ 1 ≤ ``clip_high`` are probability *ratios* (0.8 and 1.2),
     sent as per-token tensors, which only Tinker takes; on Modal leave both out and use ``loss_config``.
     Raises ValueError, with the position, for numbers that are not finite, lengths that do not match, an empty
     prompt, fewer than two tokens, and epsilons given as ratios. Source: Whitney, "Datum helpers".
@@ -194,9 +194,9 @@ def _one_per_token(value: Any, where: str, length: int) -> list[float]:
 
 def _ratio(value: Any, where: str, *, at_most_one: bool) -> float:
     ratio = _number(value, where)
-    if ratio > 1 if at_most_one else ratio < 1:
+    if not (0 <= ratio <= 1 if at_most_one else ratio >= 1):
         raise ValueError(
-            f"{where} is {ratio!r}, expected at {'most' if at_most_one else 'least'} 1: clip thresholds are "
+            f"{where} is {ratio!r}, expected {'0…1' if at_most_one else 'at least 1'}: clip thresholds are "
             "probability ratios, not epsilons (for an epsilon of 0.2 pass clip_low=0.8, clip_high=1.2)"
         )
     return ratio

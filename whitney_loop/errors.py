@@ -9,6 +9,21 @@ Outcome = Literal["not_sent", "rejected", "failed", "unknown"]
 failed without effect; or it may have taken effect."""
 
 
+_secrets: set[str] = set()
+
+
+def keep_out_of_errors(secret: str) -> None:
+    """From now on no WhitneyError of this process holds ``secret``, whatever a service echoes."""
+    _secrets.add(secret)
+
+
+def redacted(text: str) -> str:
+    """The text with ``[key]`` in place of every key that was given to a client."""
+    for secret in _secrets:
+        text = text.replace(secret, "[key]")
+    return text
+
+
 class WhitneyError(Exception):
     """The base. ``str()`` says what was wrong and what to do, then the facts below in brackets.
 
@@ -31,14 +46,15 @@ class WhitneyError(Exception):
         attempts: int | None = None,
         retryable: bool = False,
     ) -> None:
+        message = redacted(message)
         super().__init__(message)
         self.message = message
         self.outcome: Outcome = outcome
         self.method = method
         self.path = path
         self.status = status
-        self.code = code
-        self.request_id = request_id
+        self.code = redacted(code) if isinstance(code, str) else None
+        self.request_id = redacted(request_id) if isinstance(request_id, str) else None
         self.seq_id = seq_id
         self.attempts = attempts
         self.retryable = retryable

@@ -17,19 +17,17 @@ from whitney_loop.errors import RequestRejected, WhitneyError
 logger = logging.getLogger("whitney_loop")
 
 _LAST_TRY_S = 5.0  # for the one request that closes everything, after the user has said to stop waiting
+_AFTERTHOUGHT_S = 30.0  # for ending what may have been made although no answer came
 
 
 @contextmanager
 def training_session(client: WhitneyClient, *, provider: str) -> Iterator[str]:
     """Open a session, give its id, and close it on every exit. Raises what ``create_session`` raises."""
-    key = str(uuid.uuid4())
-    try:
-        session_id = client.create_session(provider, idempotency_key=key)
-    except BaseException as error:
-        if not isinstance(error, WhitneyError) or error.outcome == "unknown":
-            # It may exist. The same key gives the session that was made, if one was, so that it can be closed.
-            _clean_up(error, "session (id unknown)", lambda: _close_by_key(client, provider, key))
-        raise
+    session_id = _created(
+        lambda key: client.create_session(provider, idempotency_key=key),
+        lambda made: client.close_session(made, timeout_s=_AFTERTHOUGHT_S),
+        "session",
+    )
     try:
         yield session_id
         client.close_session(session_id)
@@ -56,7 +54,13 @@ def lora_run(
     it should leave behind (``save_state``, ``export_lora``) is the block's business. Raises what ``create_lora_run``
     raises.
     """
-    run_id = client.create_lora_run(session_id, model=model, rank=rank, seed=seed, resume_from=resume_from)
+    run_id = _created(
+        lambda key: client.create_lora_run(
+            session_id, model=model, rank=rank, seed=seed, resume_from=resume_from, idempotency_key=key
+        ),
+        lambda made: client.cancel(made, timeout_s=_AFTERTHOUGHT_S),
+        "run",
+    )
     try:
         yield run_id
         _finish(client, run_id)
@@ -68,12 +72,25 @@ def lora_run(
 
 
 def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
-    """Cancel what runs in a session, wait for it to end, and close it; the ids of the runs that were cancelled."""
-    runs = client.session(session_id).get(Wire.RUN_LIST) or []
-    open_runs = [run[Wire.RUN_ID] for run in runs if run.get(Wire.STATUS) not in Wire.ENDED_RUN]
+    """Cancel what runs in a session, close it, and wait until its runs have ended; the ids of those that still ran.
+
+    A run that can not be cancelled stops nothing: closing cancels it too. Raises what closing and waiting raise.
+    """
+    runs = client.session(session_id).get(Wire.RUN_LIST)
+    listed = [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
+    open_runs = [
+        run[Wire.RUN_ID]
+        for run in listed
+        if isinstance(run.get(Wire.RUN_ID), str) and str(run.get(Wire.STATUS)) not in Wire.ENDED_RUN
+    ]
     for run_id in open_runs:
-        _cancel(client, run_id)
+        try:
+            client.cancel(run_id)
+        except WhitneyError as error:
+            logger.error("run %s could not be cancelled: %s", run_id, error)
     client.close_session(session_id)
+    for run_id in open_runs:
+        client.wait_until_terminal(run_id, timeout_s=client.submit_timeout_s)
     return open_runs
 
 
@@ -86,7 +103,7 @@ def _finish(client: WhitneyClient, run_id: str) -> None:
     try:
         client.finish(run_id)
     except RequestRejected as error:
-        if error.code != Wire.RUN_NOT_ACTIVE or client.run(run_id).get(Wire.STATUS) != Wire.CANCELLED_RUN:
+        if error.code != Wire.RUN_NOT_ACTIVE or client.run(run_id).get(Wire.STATUS) not in Wire.CANCELLED_RUN:
             raise
     client.wait_until_terminal(run_id)
 
@@ -96,8 +113,16 @@ def _cancel(client: WhitneyClient, run_id: str, timeout_s: float | None = None) 
     client.wait_until_terminal(run_id, timeout_s=client.submit_timeout_s if timeout_s is None else timeout_s)
 
 
-def _close_by_key(client: WhitneyClient, provider: str, key: str) -> None:
-    client.close_session(client.create_session(provider, idempotency_key=key))
+def _created(create: Callable[[str], str], end: Callable[[str], object], what: str) -> str:
+    """The id that ``create`` gives for a new Idempotency-Key; what may exist without a known id is ended."""
+    key = str(uuid.uuid4())
+    try:
+        return create(key)
+    except BaseException as error:
+        if not isinstance(error, WhitneyError) or error.outcome == "unknown":
+            # The same key gives what was made, if anything was.
+            _clean_up(error, f"{what} (its id did not come)", lambda: end(create(key)))
+        raise
 
 
 def _clean_up(first: BaseException, what: str, action: Callable[[], object]) -> None:

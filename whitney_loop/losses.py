@@ -51,7 +51,8 @@ def require_loss_config(provider: str, loss_function: str, loss_config: Mapping[
 
     Keys: ``LOSS_CONFIG_KEYS`` on Modal; on Tinker ``beta`` for ``dro`` and nothing else, since clip ranges are
     per-token tensors there. Values: finite numbers; ``clip_low_threshold`` in 0…1 and ``clip_high_threshold``
-    ≥ 1, ratios and not epsilons; every other key ≥ 0. Raises ValueError that names the key.
+    ≥ 1, ratios and not epsilons; every other key ≥ 0. Raises ValueError that names the key. Source of Modal's
+    keys: Whitney, "Provider loss support"; the ranges are this project's reading.
     """
     require_advertised_loss(provider, loss_function)
     if not isinstance(loss_config, Mapping):

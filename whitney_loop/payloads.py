@@ -64,7 +64,8 @@ def forward_backward_payload(
     data = list(data)
     if not data:
         raise ValueError("data is empty; forward_backward needs at least one datum")
-    return {"data": data, "loss_function": loss_function, "loss_config": dict(loss_config or {})}
+    config = {key: _plain(value) for key, value in (loss_config or {}).items()}
+    return {"data": data, "loss_function": loss_function, "loss_config": config}
 
 
 def adamw_optimizer(
@@ -147,7 +148,10 @@ def check_payload(payload: object, provider: str, *, kind: str = "forward_backwa
     Judges structure, dtypes, shapes, one length per datum, finite numbers within float32, integer token ids ≥ 0, the
     tensors that the loss needs, the provider's loss table and config keys, clip tensors (Tinker's only) and their
     ratios where the weight is not 0. ``kind``: the operation it is for, ``forward_backward`` or ``forward``.
+    Source: Whitney, "Loop building blocks", for names, dtypes and tables; the rest is this project's reading.
     """
+    if kind not in ("forward_backward", "forward"):
+        raise ValueError(f"kind is {_show(kind)}, expected 'forward_backward' or 'forward'")
     payload = _require_object(payload, "payload", ("data", "loss_function", "loss_config"))
     loss_function = payload["loss_function"]
     require_advertised_loss(provider, loss_function)
@@ -168,8 +172,9 @@ def check_sample_request(request: object) -> None:
     _require_integer(params["max_tokens"], "sampling_params.max_tokens", low=1)
     _require_range(params.get("temperature", 1.0), "sampling_params.temperature", "at least 0")
     _require_range(params.get("top_p", 1.0), "sampling_params.top_p", "above 0 and at most 1")
-    if params.get("top_k", -1) != -1:
-        _require_integer(params["top_k"], "sampling_params.top_k", low=1, hint=", or -1 for off")
+    top_k = params.get("top_k", -1)
+    if type(top_k) is not int or top_k != -1:
+        _require_integer(top_k, "sampling_params.top_k", low=1, hint=", or -1 for off")
     if "seed" in params:
         _require_integer(params["seed"], "sampling_params.seed", low=0, hint="; leave it out for none")
     if "stop" in params and params["stop"] != []:
@@ -239,9 +244,9 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
 def _check_ratios(thresholds: list[float], weights: list[float], where: str) -> None:
     low = "clip_low" in where
     for index, (threshold, weight) in enumerate(zip(thresholds, weights, strict=True)):
-        if weight != 0 and (threshold > 1 if low else threshold < 1):
+        if weight != 0 and not (0 <= threshold <= 1 if low else threshold >= 1):
             raise ValueError(
-                f"{where}[{index}] is {threshold!r}, expected {'at most' if low else 'at least'} 1: thresholds are "
+                f"{where}[{index}] is {threshold!r}, expected {'0…1' if low else 'at least 1'}: thresholds are "
                 "ratios around 1, not epsilons (for an epsilon of 0.2: clip_low 0.8, clip_high 1.2)"
             )
 
@@ -285,7 +290,7 @@ def _require_number(value: object, where: str, expected: str = "a finite number 
 
 
 def _require_range(value: object, where: str, expected: str) -> None:
-    number = _require_number(value, where, f"a number {expected}")
+    number = _require_number(value, where, f"a finite number within float32, {expected}")
     if not _RANGES[expected](number):
         raise ValueError(f"{where} is {_show(value)}, expected a number {expected}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import email.utils
 import http.client
+import io
 import ipaddress
 import json
 import logging
@@ -20,6 +21,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from whitney_loop.errors import (
@@ -29,6 +31,8 @@ from whitney_loop.errors import (
     ServiceUnavailable,
     UnexpectedResponse,
     WhitneyError,
+    keep_out_of_errors,
+    redacted,
 )
 
 logger = logging.getLogger("whitney_loop")
@@ -42,13 +46,20 @@ _CHUNK = 64 * 2**10
 _SHOWN_BYTES = 200  # of a body that is no JSON of the contract
 
 
+ReadError = Callable[[dict[str, Any]], dict[str, Any]]
+"""From the body of a refusal to its ``message``, ``code`` and ``request_id``; what is no string counts as none."""
+
+
 class Transport:
     """Sends to one base URL, with one key. Thread-safe: it holds no connection and no state."""
 
-    def __init__(self, base_url: str, api_key: str | None, *, exchange_timeout_s: float) -> None:
+    def __init__(self, base_url: str, api_key: str | None, *, exchange_timeout_s: float, read_error: ReadError) -> None:
         self.base_url = _checked_base_url(base_url)
         self._key = _checked_key(api_key)
+        if self._key:
+            keep_out_of_errors(self._key)
         self._exchange_timeout_s = exchange_timeout_s
+        self._read_error = read_error
         loopback = _is_loopback(urllib.parse.urlsplit(self.base_url).hostname or "")
         if not loopback and not self._key:
             raise ConfigurationError(
@@ -57,7 +68,7 @@ class Transport:
             )
         # A proxy named in the environment is honoured, but never sees what goes to this machine itself.
         proxies = urllib.request.ProxyHandler({}) if loopback else urllib.request.ProxyHandler()
-        self._opener = urllib.request.build_opener(proxies, _NoRedirect)
+        self._opener = urllib.request.build_opener(proxies, _NoRedirect, _TimedHTTPHandler, _TimedHTTPSHandler)
 
     def exchange(
         self,
@@ -66,7 +77,7 @@ class Transport:
         body: bytes | None = None,
         *,
         budget_s: float,
-        idempotency_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
         seq_id: int | None = None,
         long_poll: bool = False,
     ) -> dict[str, Any] | None:
@@ -76,12 +87,10 @@ class Transport:
         Raises RequestRejected, UnexpectedResponse, or ServiceUnavailable when the time is up.
         """
         deadline = time.monotonic() + budget_s
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        all_headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
         if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        if idempotency_key:
-            headers["Idempotency-Key"] = idempotency_key
-        request = urllib.request.Request(self.base_url + path, data=body, headers=headers, method=method)
+            all_headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(self.base_url + path, data=body, headers=all_headers, method=method)
         facts: dict[str, Any] = {"method": method, "path": path, "seq_id": seq_id, "attempts": 0}
         may_have_arrived = False
         while True:
@@ -102,44 +111,38 @@ class Transport:
 
     def _attempt(self, request: urllib.request.Request, deadline: float, facts: dict[str, Any]) -> dict[str, Any]:
         timeout = min(self._exchange_timeout_s, max(deadline - time.monotonic(), 0.001))
-        end = time.monotonic() + timeout
         try:
             with self._opener.open(request, timeout=timeout) as response:
-                return self._parsed(_read(response, end, facts), response.status, facts)
+                return self._parsed(_read(response, facts), response.status, facts)
         except urllib.error.HTTPError as error:
             with error:
-                raise self._refusal(error, end, facts) from None
+                raise self._refusal(error, facts) from None
         except (OSError, http.client.HTTPException) as error:
-            raise self._connection_trouble(error, facts) from error
+            # Not chained: what a server wrote in place of HTTP may hold the key that it was sent.
+            raise self._connection_trouble(error, facts) from None
 
     def _parsed(self, raw: bytes, status: int, facts: dict[str, Any]) -> dict[str, Any]:
         parsed = _json_object(raw)
         if parsed is not None:
             return parsed
-        message = f"answered {status} with a body that is no JSON object: {self._shown(raw)}"
+        message = f"answered {status} with a body that is no JSON object: {_shown(raw)}"
         if raw.strip()[:1] in (b"", b"{"):  # cut short on its way
-            raise _Trouble(message, may_have_arrived=True)
+            raise _Trouble(message, may_have_arrived=True, about={"status": status})
         raise UnexpectedResponse(
             f"the service {message}. Is {self.base_url} the API itself?",
             outcome="unknown", status=status, **facts,
         )  # fmt: skip
 
-    def _refusal(self, answer: urllib.error.HTTPError, end: float, facts: dict[str, Any]) -> Exception:
+    def _refusal(self, answer: urllib.error.HTTPError, facts: dict[str, Any]) -> Exception:
         status = answer.code
         try:
-            raw = _read(cast(http.client.HTTPResponse, answer.fp), end, facts)
+            raw = _read(cast(http.client.HTTPResponse, answer.fp), facts)
         except (OSError, http.client.HTTPException):
             raw = b""  # the status alone says what to do
-        body = _json_object(raw) or {}
-        error = body.get("error")
-        error = error if isinstance(error, dict) else {}
-        message = error.get("message")
-        said = self._redacted(message) if isinstance(message, str) else f"no JSON error: {self._shown(raw)}"
-        about: dict[str, Any] = {
-            "status": status,
-            "code": self._redacted(error["code"]) if isinstance(error.get("code"), str) else None,
-            "request_id": self._redacted(body["request_id"]) if isinstance(body.get("request_id"), str) else None,
-        }
+        about = {"message": None, "code": None, "request_id": None, **self._read_error(_json_object(raw) or {})}
+        message = about.pop("message")
+        said = message if isinstance(message, str) else f"no JSON error: {_shown(raw)}"
+        about["status"] = status
         if status in _RETRIED_STATUSES:
             return _Trouble(
                 f"answered {status}: {said}",
@@ -166,7 +169,7 @@ class Transport:
             )
         never_left = isinstance(cause, (ConnectionRefusedError, socket.gaierror))
         return _Trouble(
-            self._redacted(name),
+            name,
             may_have_arrived=not never_left,
             read_timed_out=isinstance(error, TimeoutError),
         )
@@ -190,12 +193,6 @@ class Transport:
         )
         time.sleep(pause)
 
-    def _shown(self, raw: bytes) -> str:
-        return repr(self._redacted(raw.decode("utf-8", "replace"))[:_SHOWN_BYTES])
-
-    def _redacted(self, text: str) -> str:
-        return text.replace(self._key, "[key]") if self._key else text
-
 
 class _Trouble(Exception):
     """One attempt that may be made again."""
@@ -210,7 +207,7 @@ class _Trouble(Exception):
         retry_after: float | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(redacted(message))
         self.may_have_arrived = may_have_arrived
         self.outcome_if_untouched = outcome_if_untouched
         self.read_timed_out = read_timed_out
@@ -223,8 +220,56 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None  # urllib then raises the 3xx as an HTTPError
 
 
-def _read(response: http.client.HTTPResponse, end: float, facts: dict[str, Any]) -> bytes:
-    """The whole body. urllib's timeout is for one read only, so a body that drips is ended here."""
+class _TimedReads(io.RawIOBase):
+    """A socket's reads, all of which together take no longer than its timeout; urllib's own is for each one alone."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._raw = cast(io.RawIOBase, sock.makefile("rb", buffering=0))
+        self._end = time.monotonic() + (sock.gettimeout() or 0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer did not end in time")
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_TimedReads(sock))
+
+
+class _TimedHTTPConnection(http.client.HTTPConnection):
+    response_class = _TimedResponse
+
+
+class _TimedHTTPSConnection(http.client.HTTPSConnection):
+    response_class = _TimedResponse
+
+
+class _TimedHTTPHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_TimedHTTPConnection, req)
+
+
+class _TimedHTTPSHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_TimedHTTPSConnection, req)
+
+
+def _read(response: http.client.HTTPResponse, facts: dict[str, Any]) -> bytes:
+    """The whole body, up to a limit."""
     chunks = []
     size = 0
     while chunk := response.read1(_CHUNK):
@@ -232,16 +277,15 @@ def _read(response: http.client.HTTPResponse, end: float, facts: dict[str, Any])
         size += len(chunk)
         if size > _LARGEST_BODY:
             raise UnexpectedResponse(
-                f"the answer is larger than {_LARGEST_BODY} bytes",
-                outcome="unknown",
-                status=response.status,
-                **facts,
+                f"the answer is larger than {_LARGEST_BODY} bytes", outcome="unknown", status=response.status, **facts
             )
-        if time.monotonic() > end:
-            raise TimeoutError("the answer did not end in time")
     if response.length:  # read1 does not say that the connection ended early
         raise http.client.IncompleteRead(b"".join(chunks), response.length)
     return b"".join(chunks)
+
+
+def _shown(raw: bytes) -> str:
+    return repr(redacted(raw.decode("utf-8", "replace"))[:_SHOWN_BYTES])
 
 
 def _json_object(raw: bytes) -> dict[str, Any] | None:
@@ -260,8 +304,8 @@ def _backoff_s(attempts: int) -> float:
 def _retry_after_s(value: str | None) -> float | None:
     """Seconds to wait from either form of Retry-After; None for nonsense, 0, and what is past."""
     value = (value or "").strip()
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", value):
-        return float(value) or None
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+        return float(value) or None  # of hundreds of digits: infinity, which is beyond any budget
     try:
         when = email.utils.parsedate_to_datetime(value)
     except (TypeError, ValueError, OverflowError):
