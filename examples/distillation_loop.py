@@ -69,7 +69,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     teacher.add_argument("--teacher-data", type=Path, metavar="FILE.jsonl", help="train the teacher on this first")
     parser.add_argument("--teacher-epochs", type=int, default=3, help="passes over --teacher-data (default 3)")
     parser.add_argument("--sample-json", type=Path, help="file with the payload of sample (embedded: sample.json here)")
-    parser.add_argument("--cycles", type=int, default=2)
+    parser.add_argument("--cycles", type=int, default=2, help="how many samples (default 2)")
     add_common_options(parser)
     return parser.parse_args(arguments)
 

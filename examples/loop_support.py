@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -59,10 +60,10 @@ class Place:
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """The options that say where and what to train, the same in every loop."""
-    parser.add_argument("--provider", choices=sorted(LOSS_SUPPORT), default="modal")
+    parser.add_argument("--provider", choices=sorted(LOSS_SUPPORT), default="modal", help="default: modal")
     parser.add_argument("--model", help=f"required away from the embedded service; on it {EMBEDDED_MODEL}")
-    parser.add_argument("--lora-rank", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--lora-rank", type=int, default=32, help="default: 32")
+    parser.add_argument("--learning-rate", type=float, default=1e-6, help="default: 1e-6")
     parser.add_argument("--seed", type=int, help="of the run: adapter and sampling (default: the service draws one)")
     parser.add_argument("--base-url", help="the service to train on (default: WHITNEY_BASE_URL)")
     parser.add_argument("--local", action="store_true", help="rehearse on the embedded service, whatever is set")
@@ -97,15 +98,17 @@ def sample_request_of(options: argparse.Namespace) -> Payload:
     try:
         request: Payload = json.loads(path.read_text(encoding="utf-8"))
         check_sample_request(request)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--sample-json {path}: {error}") from None
     return request
 
 
 def is_embedded(options: argparse.Namespace) -> bool:
     """Whether these options and the environment mean the embedded service. Raises UsageError where they contradict."""
-    if options.local and options.base_url:
+    if options.local and options.base_url is not None:
         raise UsageError("--local and --base-url contradict each other: leave one out")
+    if options.base_url == "":
+        raise UsageError("--base-url is empty: give a URL, or leave it out")
     if options.local:
         return True
     if options.base_url or os.environ.get("WHITNEY_BASE_URL"):
@@ -126,10 +129,14 @@ def place_to_train(options: argparse.Namespace) -> Iterator[Place]:
             client = WhitneyClient(options.base_url, operation_timeout_s=options.timeout)
         except ConfigurationError as error:
             raise UsageError(error.message) from None
-        say(f"training on {client.base_url} ({options.provider}): what runs there is billed")
+        say(f"training on {client.base_url} (as {options.provider}): what runs there may be billed")
         yield Place(client, embedded=False)
         return
-    with serve(options.storage) as service:
+    with ExitStack() as stack:
+        try:
+            service = stack.enter_context(serve(options.storage))
+        except OSError as error:
+            raise UsageError(f"the embedded service can not start: {error}") from None
         client = WhitneyClient(service.base_url, service.api_key, operation_timeout_s=options.timeout)
         say(f"training on the embedded service at {client.base_url} (as {options.provider}): nothing is billed")
         yield Place(client, embedded=True)
@@ -175,10 +182,12 @@ def trained_tokens(payload: Payload) -> int:
 def run_loop(options: argparse.Namespace, train: Callable[[Place, Summary], int]) -> int:
     """Run ``train`` where the options say, with every exit cleaned up; print the summary; the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    # Retries, and the ids that may be open, are seen whatever the user's module does to logging.
+    logging.getLogger("whitney_loop").addHandler(logging.StreamHandler())
     summary: Summary = {}
     try:
         with place_to_train(options) as place:
-            where = "the embedded service" if place.embedded else "a service elsewhere"
+            where = "the embedded service" if place.embedded else "the service of the base URL"
             summary |= {"status": "failed", "where": where, "base_url": place.client.base_url}
             summary |= {"provider": options.provider, "model": options.model, "session_id": None, "run_id": None}
             try:
@@ -192,7 +201,8 @@ def run_loop(options: argparse.Namespace, train: Callable[[Place, Summary], int]
     except KeyboardInterrupt as interrupt:
         name, code = ("SIGTERM", 143) if isinstance(interrupt, Terminated) else ("Ctrl-C", 130)
         summary["status"] = f"ended by {name}"
-        say(f"ended by {name}")
+        gone = summary.get("where") == "the embedded service"
+        say(f"ended by {name}" + (", and with it the embedded service and all that was open on it" if gone else ""))
     except Exception as error:
         code = 1
         summary["error"] = show_error(error)
@@ -221,9 +231,8 @@ def say(line: str) -> None:
 
 def formatted(metrics: dict[str, Any]) -> str:
     """``name value`` pairs for a progress line."""
-    return "  ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
-    )
+    shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
+    return "  ".join(" ".join(f"{name} {text}".split()) for name, text in shown.items())
 
 
 def _terminate(*_: object) -> NoReturn:

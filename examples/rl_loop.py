@@ -10,6 +10,7 @@ Exit codes: 0; 1 failed, or every cycle skipped; 2 usage; 130 Ctrl-C; 143 SIGTER
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import sys
 import time
@@ -63,7 +64,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--build-loss", required=True, metavar="MODULE:CALLABLE", help="your function")
     add_common_options(parser)
     parser.add_argument("--sample-json", type=Path, help="file with the payload of sample (embedded: sample.json here)")
-    parser.add_argument("--cycles", type=int, default=2)
+    parser.add_argument("--cycles", type=int, default=2, help="how many samples (default 2)")
     parser.add_argument(
         "--updates", type=int, default=1, help="forward_backward + optim_step, on each sample (default 1)"
     )
@@ -77,11 +78,11 @@ def load_build_loss(spec: str, provider: str) -> BuildLoss:
     """
     sys.path.insert(0, str(Path.cwd()))
     module_name, _, name = spec.partition(":")
-    if not module_name or not name:
+    if not module_name or not name or module_name.startswith("."):
         raise UsageError(f"--build-loss is {spec!r}, expected MODULE:CALLABLE")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(f"--build-loss: no module {module_name!r} in the current folder or in examples/") from None
         raise UsageError(f"--build-loss: importing {module_name!r} raised {type(error).__name__}: {error}") from None
@@ -134,29 +135,29 @@ def train_one_cycle(
     tokens = sum(len(sequence["tokens"]) for sequence in result_sequences(sample))
     summary["tokens_sampled"] += tokens
     ctx.metrics.clear()
-    line: dict[str, Any] = {"cycle": cycle, "version": saved.get("version")}
+    head = formatted({"cycle": cycle, "version": saved.get("version")})
     try:
         payload = call_build_loss(build_loss, sample, cycle, request, ctx)
     except NoGradientSignal as reason:
         summary["cycles_skipped"] += 1
-        say(f"{formatted(line | ctx.metrics)}  skipped: {reason}")
-        return
-    for _ in range(updates):
-        backward = train_on(ctx, payload, optimizer, summary)
-    summary["cycles_done"] += 1
-    line |= ctx.metrics | {"loss": backward.get("loss")}
-    if "clip_frac" in (backward.get("metrics") or {}):  # acts from the second update on the same sample on
-        line["clip_frac"] = backward["metrics"]["clip_frac"]
-    say(f"{formatted(line)}  tokens {tokens}  {time.monotonic() - started:.2f} s")
+        trained = f"skipped: {reason}"
+    else:
+        for _ in range(updates):
+            backward = train_on(ctx, payload, optimizer, summary)
+        summary["cycles_done"] += 1
+        told = {"loss": backward.get("loss"), "clip_frac": (backward.get("metrics") or {}).get("clip_frac")}
+        trained = formatted({name: value for name, value in told.items() if value is not None})
+    seconds = time.monotonic() - started
+    say("  ".join(filter(None, [head, formatted(ctx.metrics), trained, f"tokens {tokens}", f"{seconds:.2f} s"])))
 
 
 def call_build_loss(build_loss: BuildLoss, sample: Payload, cycle: int, request: Payload, ctx: LoopContext) -> Payload:
     """The payload of the user's function, checked whole: one that the provider would refuse is not sent."""
     try:
-        payload: Payload = build_loss(sample, cycle, request, ctx)
+        payload: Payload = build_loss(sample, cycle, copy.deepcopy(request), ctx)
     except NoGradientSignal:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a sys.exit() of the user's would otherwise end a failed loop with 0
         raise CallableError(f"build_loss raised {type(error).__name__} in cycle {cycle}: {error}") from error
     try:
         check_payload(payload, ctx.provider)

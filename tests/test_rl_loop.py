@@ -46,6 +46,14 @@ def skips(sample, cycle, request, ctx):
 def skips_once(sample, cycle, request, ctx):
     return skips(sample, cycle, request, ctx) if cycle == 0 else grpo(sample, cycle, request, ctx)
 
+def exits(sample, cycle, request, ctx):
+    sys.exit(0)
+
+def meddles(sample, cycle, request, ctx):
+    request["prompt"]["token_ids"].append("junk")
+    ctx.metrics |= {"loss": "two\\nlines", "cycle": 77}
+    return grpo(sample, cycle, {"prompt": {"token_ids": [1]}}, ctx)
+
 def waits(sample, cycle, request, ctx):
     print("waiting in build_loss", file=sys.stderr, flush=True)
     time.sleep(60)
@@ -92,6 +100,7 @@ def folder(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "mydro.py").write_text(DRO)
     (tmp_path / "broken.py").write_text("import no_such_library\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
     return tmp_path
 
 
@@ -173,9 +182,9 @@ def test_the_same_seed_gives_the_same_adapter(folder):
 def test_a_base_url_in_the_environment_is_where_it_trains(folder, service, client):
     done = loop(folder, "--build-loss", GRPO, "--seed", "1", *REMOTE, env=elsewhere(service))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith(f"training on {service.base_url} (modal): what runs there is billed\n")
+    assert done.stderr.startswith(f"training on {service.base_url} (as modal): what runs there may be billed\n")
     summary = summary_of(done)
-    assert summary["where"] == "a service elsewhere" and summary["base_url"] == service.base_url
+    assert summary["where"] == "the service of the base URL" and summary["base_url"] == service.base_url
     assert left_behind(client, summary) == ("closed", ["finished"])
     assert service.api_key not in done.stdout + done.stderr
 
@@ -210,7 +219,8 @@ def test_a_build_loss_may_use_its_context(folder):
 def test_a_cycle_without_signal_is_skipped_and_said(folder, service, client):
     done = loop(folder, "--build-loss", "mine:skips_once", *REMOTE, env=elsewhere(service))
     assert done.returncode == 0
-    assert "cycle 0  version 0  reward/mean 0  skipped: all rewards are 0\n" in done.stderr
+    skipped = r"cycle 0  version 0  reward/mean 0  skipped: all rewards are 0  tokens \d+  \S+ s"
+    assert re.fullmatch(skipped, done.stderr.splitlines()[1])
     summary = summary_of(done)
     assert (summary["cycles_done"], summary["cycles_skipped"]) == (1, 1)
 
@@ -231,6 +241,18 @@ def test_a_build_loss_that_raises_is_shown_with_its_own_traceback_and_all_is_cle
     summary = summary_of(done)
     assert (summary["status"], summary["cycles_done"]) == ("failed", 1)
     assert left_behind(client, summary) == ("closed", ["cancelled"])
+
+
+def test_a_build_loss_that_exits_has_failed(folder, service, client):
+    done = loop(folder, "--build-loss", "mine:exits", *REMOTE, env=elsewhere(service))
+    assert done.returncode == 1 and "error: build_loss raised SystemExit in cycle 0: 0" in done.stderr
+    assert left_behind(client, summary_of(done)) == ("closed", ["cancelled"])
+
+
+def test_what_a_build_loss_does_to_request_and_metrics_stays_its_own(folder):
+    done = loop(folder, "--build-loss", "mine:meddles")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[2].startswith("cycle 1  version 1  loss two lines  cycle 77  reward/mean ")
 
 
 def test_a_second_run_that_a_build_loss_opened_is_cleaned_up_too(folder, service, client):
@@ -274,6 +296,41 @@ def test_a_signal_in_mid_cycle_cancels_closes_and_exits_with_its_code(folder, se
     assert left_behind(client, summary) == ("closed", ["cancelled"])
 
 
+def test_a_second_signal_stops_the_waiting_and_prints_the_command_that_closes(folder, tmp_path):
+    """The service is stopped in build_loss, so that the clean-up hangs until the second signal comes."""
+    environment_of_service = environment(WHITNEY_API_KEY="k-of-the-test")
+    command = [sys.executable, "-u", "-m", "whitney_loop.local", "--port", "0", "--storage", str(tmp_path / "s")]
+    hanging = subprocess.Popen(command, cwd=ROOT, env=environment_of_service, text=True, stdout=subprocess.PIPE)
+    with hanging:
+        try:
+            base_url = next(line for line in hanging.stdout if "WHITNEY_BASE_URL=" in line).strip().partition("=")[2]
+            env = environment(WHITNEY_API_KEY="k-of-the-test", WHITNEY_BASE_URL=base_url)
+            command = [sys.executable, str(LOOP), "--build-loss", "mine:waits", *REMOTE]
+            process = subprocess.Popen(
+                command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            with process:
+                said = ""
+                for line in process.stderr:
+                    said += line
+                    if "waiting in build_loss" in line:
+                        hanging.send_signal(signal.SIGSTOP)
+                        process.send_signal(signal.SIGINT)
+                    if "cleaning up run" in line:
+                        process.send_signal(signal.SIGINT)
+                        break
+                stdout, stderr = process.communicate(timeout=60)
+        finally:
+            hanging.send_signal(signal.SIGCONT)
+            hanging.terminate()
+    said += stderr
+    session_id = json.loads(stdout)["session_id"]
+    assert process.returncode == 130, said
+    assert "Traceback" not in said and "k-of-the-test" not in said
+    assert "may still be open: run run-" in said
+    assert f"python -m whitney_loop close {session_id} --base-url {base_url}" in said
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -282,6 +339,8 @@ def test_a_signal_in_mid_cycle_cancels_closes_and_exits_with_its_code(folder, se
         ("mine:build_los", "module 'mine' has no 'build_los'"),
         ("mine:not_callable", "'not_callable' of 'mine' is of type int, not callable"),
         ("broken:build_loss", "importing 'broken' raised ModuleNotFoundError: No module named 'no_such_library'"),
+        ("exits:build_loss", "importing 'exits' raised SystemExit: 3"),
+        (".mine:junk", "expected MODULE:CALLABLE"),
         ("mine", "expected MODULE:CALLABLE"),
         (":x", "expected MODULE:CALLABLE"),
         ("mydro:build_loss", "LOSS_FUNCTION: loss_function 'dro' is not advertised by modal"),
@@ -305,6 +364,9 @@ def test_a_build_loss_that_can_not_be_used_is_one_line_and_nothing_is_created(fo
         (["--base-url", "http://127.0.0.1:1", "--model", "m"], {}, "--sample-json is required"),
         (["--base-url", "http://example.com", *REMOTE], {}, "https only"),
         (["--base-url", "https://example.com", *REMOTE], {}, "no API key"),
+        (["--base-url", ""], {}, "--base-url is empty"),
+        (["--storage", "mine.py"], {}, "the embedded service can not start"),
+        (["--sample-json", "deep.json"], {}, "--sample-json deep.json"),
         (["--cycles", "0"], {}, "--cycles is 0, expected at least 1"),
         (["--updates", "-1"], {}, "--updates is -1"),
         (["--lora-rank", "0"], {}, "--lora-rank is 0"),
@@ -320,6 +382,7 @@ def test_what_can_not_be_run_is_refused_with_the_reason_before_anything_is_creat
     folder, arguments, variables, message
 ):
     (folder / "empty.json").write_text("{}")
+    (folder / "deep.json").write_text("[" * 200_000)
     done = loop(folder, "--build-loss", GRPO, *arguments, env=environment(**variables))
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and done.stderr.count("\n") == 1

@@ -321,7 +321,6 @@ def test_serve_keeps_states_in_the_current_folder_by_default(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     with serve() as served:
         run_id = a_run(served)
-        assert list(tmp_path.iterdir()) == []
         operation = call(
             served, "POST", f"runs/{run_id}/operations", {"kind": "save_state", "seq_id": 1, "payload": {}}
         )

@@ -463,10 +463,14 @@ def test_the_same_run_twice_gives_the_same_results(bench):
 # The storage
 
 
-def test_the_storage_is_made_when_it_is_first_needed(bench, tmp_path):
+def test_a_storage_that_can_not_be_written_is_found_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OSError):
+        Service(tmp_path / "file")
+
+
+def test_the_storage_holds_the_saved_states(bench, tmp_path):
     made = bench()
-    made.do("save_weights_for_sampler")
-    assert not (tmp_path / "storage").exists()
     state_id = made.do("save_state")["result"]["state_id"]
     assert (tmp_path / "storage" / "states" / f"{state_id}.safetensors").is_file()
 

@@ -33,8 +33,8 @@ class Served:
 def serve(storage: str | PathLike[str] | None = None) -> Iterator[Served]:
     """Serve on a free port of 127.0.0.1 until the block ends; runs that are still active then are cancelled.
 
-    ``storage`` is the folder of states and adapters, made when the first is written; None is
-    ``.whitney_local`` in the current folder.
+    ``storage`` is the folder of states and adapters; None is ``.whitney_local`` in the current folder. Raises OSError
+    where it can not be written.
     """
     api_key = secrets.token_urlsafe()
     server = LocalServer(Service(Path(storage or DEFAULT_STORAGE)), api_key)

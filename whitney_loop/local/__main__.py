@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import signal
 import sys
@@ -18,8 +19,16 @@ def main() -> int:
     key_of_environment = os.environ.get("WHITNEY_API_KEY")
     api_key = key_of_environment or secrets.token_urlsafe()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
+    if not re.fullmatch(r"[!-~]+", api_key):
+        print("WHITNEY_API_KEY holds what no client can send: a space or a character outside ASCII", file=sys.stderr)
+        return 2
     try:
-        server = LocalServer(Service(options.storage), api_key, options.port)
+        service = Service(options.storage)
+    except OSError as error:
+        print(f"cannot write to {options.storage}: {error.strerror}; choose another --storage", file=sys.stderr)
+        return 2
+    try:
+        server = LocalServer(service, api_key, options.port)
     except OSError as error:
         print(f"cannot serve on port {options.port}: {error.strerror}; choose another --port", file=sys.stderr)
         return 2

@@ -29,7 +29,7 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 _SOCKET_TIMEOUT_S = 30.0  # of a client that neither sends nor reads; a long poll is no such wait
 _LINGER_S = 2.0  # for a client that still sends a body which is not read
 _LINGER_BYTES = 4 * MAX_BODY_BYTES
-_STOP_S = 10.0  # of the workers, then of the connections
+_STOP_S = 2.0  # of the workers, then of the connections; what computes for longer ends with the process
 _MAX_KEY_CHARS = 200
 _RETRYABLE = frozenset({429, 500, 503})
 

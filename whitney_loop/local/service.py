@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import secrets
+import tempfile
 import threading
 import time
 from collections import deque
@@ -107,10 +108,12 @@ class RunSettings:
 
 
 class Storage:
-    """The folder of saved states and exported adapters; made when the first of them is written."""
+    """The folder of saved states and exported adapters. Raises OSError where it can not be written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self._folder).close()  # to fail here, and not after the training
 
     def save_state(self, engine: Engine, settings: RunSettings) -> JSONObject:
         state_id = _new_id("state")
