@@ -1,5 +1,6 @@
 """What the README says is true: its Python runs, its commands run, its tables are the code's."""
 
+import importlib
 import json
 import os
 import re
@@ -81,12 +82,22 @@ def test_the_loss_tables_are_those_of_the_code():
     assert keys == whitney_loop.LOSS_CONFIG_KEYS
 
 
+def test_the_table_of_algorithms_is_that_of_the_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    rows = re.findall(r"^\| .* \| (`.*`) \| (.*) \| (?:several|1) \| `(\w+)` \|$", README, re.MULTILINE)
+    assert {file for _, _, file in rows} == {path.stem for path in (ROOT / "examples" / "algorithms").glob("*.py")}
+    for losses, providers, file in rows:
+        loss = importlib.import_module(f"algorithms.{file}").LOSS_FUNCTION
+        assert f"`{loss}`" in losses
+        having = [name for name in ("modal", "tinker") if loss in whitney_loop.LOSS_SUPPORT[name]]
+        assert providers.lower() == ", ".join(having)
+
+
 def test_every_public_name_is_in_the_readme():
     public = {name: getattr(whitney_loop, name) for name in whitney_loop.__all__}
     errors = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, Exception)}
-    types = {"BuildLoss", "Datum", "Tensor", "LoopContext"}
     missing = {name for name in public if name not in README}
-    assert missing <= errors | types
+    assert missing <= errors
 
 
 def test_every_link_and_path_leads_somewhere():

@@ -137,6 +137,7 @@ def left_behind(client, summary):
     return session["status"], [run["status"] for run in session["runs"]]
 
 
+@pytest.mark.learns
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
 def test_the_command_of_the_readme_learns(folder, seed):
     done = loop(folder, "--build-loss", GRPO, "--cycles", "40", "--learning-rate", "0.1", "--seed", str(seed))

@@ -1,0 +1,295 @@
+"""Each file of examples/algorithms: exactly its formula's payload, and shown to learn on the embedded service."""
+
+import importlib
+import json
+import math
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from whitney_loop import LOSS_SUPPORT, NoGradientSignal, WhitneyClient, check_payload
+from whitney_loop.local import serve
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(path.stem for path in (ROOT / "examples" / "algorithms").glob("*.py"))
+sys.path.insert(0, str(ROOT / "examples"))
+
+# One fixed sample: tokens, logprobs and rewards.
+PROMPT = [7, 8]
+TOKENS = [[11, 12], [13], [14, 15, 16]]
+LOGPROBS = [[-0.5, -1.0], [-2.0], [-0.1, -0.2, -0.3]]
+REFERENCE = [[-0.7, -0.9], [-1.0], [-0.1, -0.6, -0.2]]
+VALUES = [[0.25, 0.5], [0.75], [0.5, 0.25, 0.0]]
+REWARDS = [1.0, 0.0, 0.5]
+LENGTHS = [2, 1, 3]
+
+# By hand: the mean is 0.5, the population deviation the root of 1/6.
+CENTRED = [0.5, -0.5, 0.0]
+NORMED = [0.5 * math.sqrt(6), -0.5 * math.sqrt(6), 0.0]
+
+
+def whole(per_sequence):
+    return [[value] * length for value, length in zip(per_sequence, LENGTHS, strict=True)]
+
+
+def soft(beta):
+    baseline = beta * math.log((math.exp(1 / beta) + math.exp(0) + math.exp(0.5 / beta)) / 3)
+    return [reward - baseline for reward in REWARDS]
+
+
+def penalised(coefficient):
+    return [
+        [advantage - coefficient * (q - r) for q, r in zip(sampled, reference, strict=True)]
+        for advantage, sampled, reference in zip(NORMED, LOGPROBS, REFERENCE, strict=True)
+    ]
+
+
+def standardised(rows):
+    flat = [value for row in rows for value in row]
+    mean = sum(flat) / 6
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in flat) / 6)
+    return [[(value - mean) / deviation for value in row] for row in rows]
+
+
+def shaped(coefficient):
+    return standardised(
+        [
+            [advantage - coefficient * sum(q - r for q, r in zip(sampled[t:], ref[t:], strict=True)) for t in range(n)]
+            for advantage, sampled, ref, n in zip(CENTRED, LOGPROBS, REFERENCE, LENGTHS, strict=True)
+        ]
+    )
+
+
+# GAE by hand, gamma 1 and lambda 0.95: delta_t = V_{t+1} - V_t, the last one reward - V.
+GAE = [
+    [0.25 + 0.95 * 0.5, 1.0 - 0.5],
+    [0.0 - 0.75],
+    [-0.25 + 0.95 * (-0.25 + 0.95 * 0.5), -0.25 + 0.95 * 0.5, 0.5 - 0.0],
+]
+
+# name: (loss, advantages per token, (low, high) of the clip, config beside the clip)
+EXPECTED = {
+    "cispo": ("cispo", whole(NORMED), (0.0, 1.2), {}),
+    "dapo": ("ppo", whole(NORMED), (0.8, 1.28), {}),
+    "dppo": ("dppo", whole(NORMED), None, {"delta_low": 0.2, "delta_high": 0.2}),
+    "dr_grpo": ("ppo", whole(CENTRED), (0.8, 1.2), {}),
+    "dro": ("dro", whole(soft(0.5)), None, {"beta": 0.5}),
+    "grpo_kl": ("ppo", penalised(0.05), (0.8, 1.2), {}),
+    "gspo": ("gspo", whole([NORMED[0] / 2, NORMED[1], 0.0]), (1 - 3e-4, 1 + 4e-4), {}),
+    "length_normalized": ("ppo", whole([NORMED[0] / 2, NORMED[1], 0.0]), (0.8, 1.2), {}),
+    "ppo": ("ppo", whole(NORMED), (0.8, 1.2), {}),
+    "ppo_critic": ("ppo", standardised(GAE), (0.8, 1.2), {}),
+    "reinforce_pp": ("ppo", shaped(0.01), (0.8, 1.2), {}),
+    "rloo": ("importance_sampling", whole([1 - 0.25, 0 - 0.75, 0.5 - 0.5]), None, {}),
+}
+PROVIDERS = [
+    (name, provider)
+    for name in FILES
+    for provider in sorted(LOSS_SUPPORT)
+    if importlib.import_module(f"algorithms.{name}").LOSS_FUNCTION in LOSS_SUPPORT[provider]
+]
+UPDATES = dict.fromkeys(FILES, 4) | {"rloo": 1}
+
+
+class FixedClient:
+    """Answers what a build_loss asks beside the sample: reference logprobs, and a critic's operations."""
+
+    def __init__(self):
+        self.asked = []
+
+    def sampler_operation(self, run_id, sampler_id, kind, payload):
+        self.asked.append((kind, run_id, sampler_id))
+        index = [[*PROMPT, *tokens] for tokens in TOKENS].index(payload["input"]["token_ids"])
+        return {"logprobs": [None, -9.0, *REFERENCE[index]]}
+
+    def run_operation(self, run_id, kind, payload):
+        self.asked.append((kind, run_id, payload))
+        return {"outputs": [{"values": [9.0, *values]} for values in VALUES], "loss": 1.5}
+
+
+def context(provider):
+    return SimpleNamespace(
+        client=FixedClient(), run_id="run-1", sampler_id="smp-0", session_id="ses-1", model="m", provider=provider,
+        metrics={}, state={"critic": "run-critic"},
+    )  # fmt: skip
+
+
+def build(name, provider, monkeypatch, rewards=REWARDS, ctx=None):
+    module = importlib.import_module(f"algorithms.{name}")
+    table = {tuple(tokens): reward for tokens, reward in zip(TOKENS, rewards, strict=True)}
+    monkeypatch.setattr(module, "reward", lambda tokens: table[tuple(tokens)])
+    sequences = [
+        {"tokens": tokens, "logprobs": logprobs, "stop_reason": "stop"}
+        for tokens, logprobs in zip(TOKENS, LOGPROBS, strict=True)
+    ]
+    request = {"prompt": {"token_ids": PROMPT}, "num_samples": 3, "sampling_params": {"max_tokens": 3}}
+    return module.build_loss({"sequences": sequences}, 0, request, ctx or context(provider))
+
+
+def test_every_file_has_its_formula_here():
+    assert sorted(EXPECTED) == FILES
+
+
+@pytest.mark.parametrize(("name", "provider"), PROVIDERS)
+def test_one_fixed_sample_gives_exactly_the_payload_of_the_formula(name, provider, monkeypatch):
+    loss, advantages, clip, config = EXPECTED[name]
+    payload = build(name, provider, monkeypatch)
+    check_payload(payload, provider)
+    if clip and provider == "modal":
+        config = config | {"clip_low_threshold": clip[0], "clip_high_threshold": clip[1]}
+    assert (payload["loss_function"], payload["loss_config"]) == (loss, config)
+    for datum, tokens, logprobs, per_token in zip(payload["data"], TOKENS, LOGPROBS, advantages, strict=True):
+        expected = {
+            "target_tokens": [PROMPT[1], *tokens],
+            "weights": [0.0, *[1.0] * len(tokens)],
+            "logprobs": [0.0, *logprobs],
+            "advantages": pytest.approx([0.0, *per_token], abs=1e-12),
+        }
+        if clip and provider == "tinker":
+            expected["clip_low_threshold"] = [0.0, *[clip[0]] * len(tokens)]
+            expected["clip_high_threshold"] = [0.0, *[clip[1]] * len(tokens)]
+        assert datum["input"]["token_ids"] == [*PROMPT, *tokens][:-1]
+        assert {name: tensor["values"] for name, tensor in datum["loss_inputs"].items()} == expected
+
+
+@pytest.mark.parametrize(("name", "provider"), PROVIDERS)
+def test_a_uniform_group_has_no_gradient_signal(name, provider, monkeypatch):
+    if name in ("ppo_critic", "dapo"):
+        pytest.skip("a critic's values tell equal rewards apart; dapo has a test of its own")
+    with pytest.raises(NoGradientSignal):
+        build(name, provider, monkeypatch, rewards=[0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("name", ["grpo_kl", "reinforce_pp"])
+def test_the_reference_is_the_sampler_of_cycle_0(name, monkeypatch):
+    ctx = context("modal")
+    build(name, "modal", monkeypatch, ctx=ctx)
+    ctx.sampler_id = "smp-1"
+    build(name, "modal", monkeypatch, ctx=ctx)
+    assert ctx.client.asked == [("logprobs", "run-1", "smp-0")] * 6
+
+
+def test_the_critic_learns_its_returns_by_one_update(monkeypatch):
+    ctx = context("modal")
+    build("ppo_critic", "modal", monkeypatch, ctx=ctx)
+    assert [(kind, run_id) for kind, run_id, _ in ctx.client.asked] == [
+        ("forward", "run-critic"), ("forward_backward", "run-critic"), ("optim_step", "run-critic"),
+    ]  # fmt: skip
+    payload = ctx.client.asked[1][2]
+    assert (payload["loss_function"], payload["loss_config"]) == ("ppo_critic", {"value_clip": 0.2})
+    for datum, values, gained in zip(payload["data"], VALUES, GAE, strict=True):
+        tensors = {name: tensor["values"] for name, tensor in datum["loss_inputs"].items()}
+        assert tensors["values"] == [0.0, *values]
+        assert tensors["returns"] == pytest.approx([0.0, *(a + v for a, v in zip(gained, values, strict=True))])
+
+
+def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of_times(monkeypatch):
+    module = importlib.import_module("algorithms.dapo")
+    monkeypatch.setattr(module, "reward", lambda tokens: 0.5)
+    ctx = context("modal")
+    seeds = []
+
+    def sample_again(run_id, sampler_id, kind, payload):
+        seeds.append(payload["sampling_params"]["seed"])
+        return {"sequences": [{"tokens": [1], "logprobs": [-1.0]}] * 3}
+
+    ctx.client.sampler_operation = sample_again
+    request = {"prompt": {"token_ids": PROMPT}, "num_samples": 3, "sampling_params": {"max_tokens": 3}}
+    for cycle in range(2):
+        with pytest.raises(NoGradientSignal):
+            module.build_loss(sample_again(0, 0, 0, {"sampling_params": {"seed": -1}}), cycle, request, ctx)
+    assert len(set(seeds) - {-1}) == 2 * module.MOST_RESAMPLES
+    assert request["sampling_params"] == {"max_tokens": 3}
+
+
+ONE_PROVIDER = [name for name in FILES if [file for file, _ in PROVIDERS].count(name) == 1]
+
+
+@pytest.mark.parametrize("name", ONE_PROVIDER)
+def test_the_provider_that_can_not_represent_the_loss_is_refused_before_anything_exists(name, tmp_path):
+    [provider] = {"modal", "tinker"} - {provider for file, provider in PROVIDERS if file == name}
+    command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), "--build-loss", f"algorithms.{name}:build_loss"]
+    done = subprocess.run(
+        [*command, "--provider", provider, "--local"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and f"not advertised by {provider}" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# Shown to learn: the command of the issue, as a process.
+
+
+def trained(name, provider, seed, folder):
+    """(rewards of all cycles, clip fractions, bytes of the adapter)"""
+    arguments = [
+        "--build-loss",
+        f"algorithms.{name}:build_loss",
+        "--provider",
+        provider,
+        "--seed",
+        str(seed),
+        "--local",
+    ]
+    arguments += ["--cycles", "40", "--learning-rate", "0.1", "--updates", str(UPDATES[name])]
+    command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [adapter] = (folder / ".whitney_local" / "adapters").glob("*/adapter_model.safetensors")
+    found = {
+        key: [float(text) for text in re.findall(rf"{key} (\S+)", done.stderr)] for key in ("reward/mean", "clip_frac")
+    }
+    return found["reward/mean"], found["clip_frac"], adapter.read_bytes()
+
+
+def train_all(jobs, tmp_path_factory):
+    """Two at a time: that is what the machine of a CI has."""
+    folders = [tmp_path_factory.mktemp("-".join(map(str, job))) for job in jobs]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(jobs, pool.map(lambda job, folder: trained(*job, folder), jobs, folders), strict=True))
+
+
+def assert_learned(results):
+    for (name, provider, seed), (rewards, clip_fractions, _) in results.items():
+        assert len(rewards) == 40
+        gain = sum(rewards[-5:]) / 5 - rewards[0]
+        assert gain >= 0.3, f"{name} on {provider}, seed {seed}: gained {gain:.3f}"
+        if name in ("ppo", "cispo", "gspo", "dppo", "dapo"):
+            assert max(clip_fractions) > 0, f"{name} on {provider}, seed {seed} never clipped"
+
+
+@pytest.mark.learns
+def test_every_file_learns_and_no_two_end_with_the_same_adapter(tmp_path_factory):
+    jobs = [(name, next(provider for file, provider in PROVIDERS if file == name), 1) for name in FILES]
+    results = train_all(jobs, tmp_path_factory)
+    assert_learned(results)
+    assert len({adapter for _, _, adapter in results.values()}) == len(FILES)
+
+
+@pytest.mark.learns
+@pytest.mark.slow
+def test_every_file_learns_on_every_provider_for_every_seed(tmp_path_factory):
+    jobs = [(name, provider, seed) for name, provider in PROVIDERS for seed in (1, 2, 3)]
+    results = train_all(jobs, tmp_path_factory)
+    assert_learned(results)
+    for seed in (1, 2, 3):
+        adapters = [results[name, provider, seed][2] for name, provider in PROVIDERS if provider == "modal"]
+        assert len(set(adapters)) == len(adapters)
+
+
+def test_a_file_leaves_no_run_open_beside_its_own(tmp_path):
+    """The critic's run is a second one: after two cycles both have ended, and so has the session."""
+    with serve(tmp_path) as service:
+        arguments = ["--build-loss", "algorithms.ppo_critic:build_loss", "--base-url", service.base_url, "--model", "m"]
+        arguments += ["--sample-json", str(ROOT / "examples" / "sample.json"), "--lora-rank", "2"]
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments],
+            env={"WHITNEY_API_KEY": service.api_key, "PATH": ""}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        session = WhitneyClient(service.base_url, service.api_key).session(json.loads(done.stdout)["session_id"])
+    assert (session["status"], [run["status"] for run in session["runs"]]) == ("closed", ["finished", "finished"])

@@ -1,0 +1,114 @@
+"""The loops without a build_loss: supervised fine-tuning, and on-policy distillation."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from whitney_loop import WhitneyClient
+from whitney_loop.local import serve
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(script, *arguments, folder, **variables):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WHITNEY_")} | variables
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("storage")) as running:
+        yield running
+
+
+def statuses(service, done):
+    session = WhitneyClient(service.base_url, service.api_key).session(json.loads(done.stdout)["session_id"])
+    return session["status"], [run["status"] for run in session["runs"]]
+
+
+def test_sft_halves_the_loss_on_data_that_it_does_not_train_on(tmp_path):
+    done = run("sft_loop.py", "--learning-rate", "0.1", "--epochs", "3", "--seed", "1", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["eval_loss_after"] <= summary["eval_loss_before"] / 2
+    assert summary["operations"]["forward"] == 2 and summary["operations"]["optim_step"] == summary["steps"] == 15
+    assert "sample" not in summary["operations"] and summary["state_id"] and summary["artifact"]
+
+
+def test_sft_takes_token_ids_anywhere_and_needs_no_evaluation(tmp_path, service):
+    lines = [{"prompt": [1, 2], "completion": [3]}, {"prompt": [300], "completion": [4, 5]}]
+    (tmp_path / "ids.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    arguments = ["--data", "ids.jsonl", "--base-url", service.base_url, "--model", "byte-lm", "--batch-size", "1"]
+    done = run("sft_loop.py", *arguments, folder=tmp_path, WHITNEY_API_KEY=service.api_key)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["steps"], summary["tokens_trained"], summary["eval_loss_after"]) == (2, 3, None)
+    assert statuses(service, done) == ("closed", ["finished"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "bad.jsonl:2: Expecting value"),
+        ("[1]", 'bad.jsonl:2: expected {"prompt": …, "completion": …}'),
+        ('{"prompt": "a"}', "bad.jsonl:2: expected"),
+        ('{"prompt": "", "completion": "b"}', "bad.jsonl:2: prompt_tokens is empty"),
+        ('{"prompt": [1], "completion": [2.5]}', r"bad.jsonl:2: completion_tokens[0] is 2.5"),
+        ('{"prompt": 1, "completion": [2]}', "bad.jsonl:2: prompt is a int"),
+        ("[" * 100_000, "bad.jsonl:2: "),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number_before_anything_is_created(tmp_path, line, message):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
+    for script, option in (("sft_loop.py", "--data"), ("distillation_loop.py", "--teacher-data")):
+        done = run(script, option, "bad.jsonl", folder=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr and done.stderr.count("\n") == 1
+        assert not (tmp_path / ".whitney_local").exists()
+
+
+def test_text_is_refused_away_from_the_embedded_service(tmp_path, service):
+    (tmp_path / "text.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    arguments = ["--data", "text.jsonl", "--base-url", service.base_url, "--model", "m"]
+    done = run("sft_loop.py", *arguments, folder=tmp_path, WHITNEY_API_KEY=service.api_key)
+    assert done.returncode == 2 and "text.jsonl:1: prompt is text" in done.stderr
+
+
+@pytest.mark.learns
+def test_distillation_brings_the_student_to_the_teacher(tmp_path):
+    data = str(EXAMPLES / "sft_train.jsonl")
+    arguments = ["--teacher-data", data, "--cycles", "60", "--learning-rate", "0.1", "--seed", "1"]
+    done = run("distillation_loop.py", *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    kl = [float(text) for text in re.findall(r"kl/k1 (\S+)", done.stderr)]
+    assert len(kl) == 60
+    assert sum(kl[:3]) >= 5 * sum(kl[-3:])
+    summary = json.loads(done.stdout)
+    assert summary["kl_first"] == pytest.approx(kl[0], rel=1e-3) and summary["kl_last"] == pytest.approx(
+        kl[-1], rel=1e-3
+    )
+
+
+def test_a_teacher_may_be_resumed_from_a_saved_state_and_both_runs_are_ended(tmp_path, service):
+    arguments = ["--base-url", service.base_url, "--model", "byte-lm", "--lora-rank", "4", "--learning-rate", "0.1"]
+    lines = [{"prompt": list(b"the "), "completion": list(b"end")}] * 4
+    (tmp_path / "ids.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    key = {"WHITNEY_API_KEY": service.api_key}
+    taught = run("sft_loop.py", "--data", "ids.jsonl", *arguments, folder=tmp_path, **key)
+    state_id = json.loads(taught.stdout)["state_id"]
+    request = ["--sample-json", str(EXAMPLES / "sample.json")]
+    done = run("distillation_loop.py", "--teacher-state", state_id, *request, *arguments, folder=tmp_path, **key)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"teacher run-\w+ is frozen at version 1\n", done.stderr)
+    assert statuses(service, done) == ("closed", ["finished", "finished"])
+
+    lost = run("distillation_loop.py", "--teacher-state", "state-none", *request, *arguments, folder=tmp_path, **key)
+    assert lost.returncode == 1 and "state-none" in lost.stderr and "Traceback" not in lost.stderr
+    assert statuses(service, lost) == ("closed", ["cancelled"])
