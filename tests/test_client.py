@@ -285,6 +285,26 @@ def test_trouble_while_waiting_is_ridden_out(pauses):
         assert step(client_of(server)) == {"answer": 42}
 
 
+def test_operations_are_submitted_in_order_before_the_first_result_is_awaited():
+    script = [operation("queued", seq_id=seq_id, operation_id=f"op-{seq_id}") for seq_id in (1, 2)]
+    script += [operation(seq_id=seq_id, operation_id=f"op-{seq_id}", result={"n": seq_id}) for seq_id in (1, 2)]
+    with ScriptedServer(run(), *script) as server:
+        client = client_of(server)
+        pending = [client.submit_operation("run-1", "optim_step", {}) for _ in range(2)]
+        assert [handle.seq_id for handle in pending] == [1, 2]
+        assert [handle.result() for handle in pending] == [{"n": 1}, {"n": 2}]
+        assert pending[0].result() == {"n": 1}  # kept: not asked for again
+    assert [request.method for request in server.requests] == ["GET", "POST", "POST", "GET", "GET"]
+
+
+def test_a_result_whose_poll_failed_can_be_asked_for_again():
+    with ScriptedServer(run(), operation("queued"), refusal(404, "not_found"), operation()) as server:
+        pending = client_of(server).submit_operation("run-1", "optim_step", {})
+        with pytest.raises(RequestRejected):
+            pending.result()
+        assert pending.result() == {"answer": 42}
+
+
 def test_an_operation_that_does_not_end_in_time_is_reported_as_accepted_and_unknown():
     with ScriptedServer(run(), operation("running"), stall) as server:
         client = client_of(server, operation_timeout_s=0.3)

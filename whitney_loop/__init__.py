@@ -15,7 +15,7 @@ from whitney_loop.advantages import (
     soft_advantages,
 )
 from whitney_loop.build_loss import BuildLoss, LoopContext, NoGradientSignal
-from whitney_loop.client import WhitneyClient, result_sampler_id, result_sequences
+from whitney_loop.client import PendingOperation, WhitneyClient, result_sampler_id, result_sequences
 from whitney_loop.datums import (
     Datum,
     Tensor,
@@ -64,6 +64,7 @@ __all__ = [
     "NoGradientSignal",
     "OperationFailed",
     "OperationTimeout",
+    "PendingOperation",
     "RequestRejected",
     "RunBroken",
     "ServiceUnavailable",

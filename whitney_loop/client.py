@@ -16,7 +16,7 @@ import time
 import urllib.parse
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,27 @@ class _Order:
     lock: threading.Lock = field(default_factory=threading.Lock)
     next_seq_id: int | None = None  # None: not asked yet
     broken: str | None = None  # why no operation may follow
+
+
+@dataclass
+class PendingOperation:
+    """An operation that the service has accepted, and whose result was not waited for yet."""
+
+    run_id: str
+    kind: str
+    seq_id: int
+    path: str
+    _operation: dict[str, Any] = field(repr=False)
+    _wait: Callable[[PendingOperation, dict[str, Any]], dict[str, Any]] = field(repr=False)
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end and give the result; raises what ``run_operation`` raises. May be asked again."""
+        try:
+            self._operation = self._wait(self, self._operation)
+            return _result_of(self._operation, self.kind)
+        except WhitneyError as error:
+            error.method, error.path = error.method or "POST", error.path or self.path
+            raise
 
 
 class WhitneyClient:
@@ -239,24 +260,28 @@ class WhitneyClient:
         does not end in time, RunBroken where an earlier one's outcome is unknown, ValueError where the payload is no
         JSON. Payloads are not judged here: call ``check_payload`` first.
         """
-        return self._operate(run_id, _path(Wire.OPERATIONS, run_id=run_id), kind, payload)
+        return self.submit_operation(run_id, kind, payload).result()
 
     def sampler_operation(self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """The same for a sampler's operation, ``sample`` or ``logprobs``; it takes the run's next ``seq_id`` too."""
+        return self.submit_sampler_operation(run_id, sampler_id, kind, payload).result()
+
+    def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
+        """Have an operation accepted, in its order, and do not wait for it: ``result()`` of what is returned does.
+
+        Several may be submitted before the first result is awaited. Raises what ``run_operation`` does before acceptance.
+        """
+        return self._submit(run_id, _path(Wire.OPERATIONS, run_id=run_id), kind, payload)
+
+    def submit_sampler_operation(
+        self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]
+    ) -> PendingOperation:
+        """The same for a sampler's operation. A service may work on several of them at a time."""
         path = _path(Wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
-        return self._operate(run_id, path, kind, payload)
+        return self._submit(run_id, path, kind, payload)
 
-    def _operate(self, run_id: str, path: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        deadline = time.monotonic() + self.operation_timeout_s
-        try:
-            operation = self._submit(run_id, path, kind, payload)
-            return self._result(run_id, operation, kind, deadline)
-        except WhitneyError as error:
-            error.method, error.path = error.method or "POST", error.path or path
-            raise
-
-    def _submit(self, run_id: str, path: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Serialise, then take the seq_id, then send, under the run's lock; the operation as the service answers it."""
+    def _submit(self, run_id: str, path: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
+        """Serialise, then take the seq_id, then send, under the run's lock."""
         serialised = _json(payload, kind)
         order = self._order(run_id)
         with order.lock:
@@ -276,17 +301,18 @@ class WhitneyClient:
                 order.next_seq_id = seq_id + 1
             except BaseException as error:
                 order.broken = _why_broken(error, kind, seq_id)
+                if isinstance(error, WhitneyError):
+                    error.method, error.path = error.method or "POST", error.path or path
                 raise
         with self._lock:
             self.accepted[kind] += 1
-        return answer
+        return PendingOperation(run_id, kind, seq_id, path, answer, self._ended)
 
-    def _result(self, run_id: str, operation: dict[str, Any], kind: str, deadline: float) -> dict[str, Any]:
-        """Wait for the operation's end, however long the service holds a poll, and return its result."""
-        seq_id, path = (
-            operation[Wire.SEQ_ID],
-            _path(Wire.OPERATION, run_id=run_id, operation_id=operation[Wire.OPERATION_ID]),
-        )
+    def _ended(self, pending: PendingOperation, operation: dict[str, Any]) -> dict[str, Any]:
+        """The operation once it has ended, however long the service holds a poll."""
+        kind, seq_id = pending.kind, pending.seq_id
+        path = _path(Wire.OPERATION, run_id=pending.run_id, operation_id=operation[Wire.OPERATION_ID])
+        deadline = time.monotonic() + self.operation_timeout_s
         started = said = time.monotonic()
         pause = _FIRST_PAUSE_S
         while operation[Wire.STATUS] not in Wire.ENDED_OPERATION:
@@ -306,7 +332,7 @@ class WhitneyClient:
             if operation[Wire.STATUS] not in Wire.ENDED_OPERATION and held_s < min(left, _LONG_POLL_S) / 2:
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
-        return _result_of(operation, kind)
+        return operation
 
     def _poll(self, path: str, operation: dict[str, Any], kind: str, left: float) -> dict[str, Any] | None:
         """The operation as it is after at most ``_LONG_POLL_S``; None where the answer itself did not come in time."""
