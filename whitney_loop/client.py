@@ -269,7 +269,7 @@ class WhitneyClient:
     def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
         """Have an operation accepted, in its order, and do not wait for it: ``result()`` of what is returned does.
 
-        Several may be submitted before the first result is awaited. Raises what ``run_operation`` does before acceptance.
+        Several may be submitted before the first result is awaited. Raises what ``run_operation`` raises until then.
         """
         return self._submit(run_id, _path(Wire.OPERATIONS, run_id=run_id), kind, payload)
 
