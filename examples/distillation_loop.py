@@ -12,7 +12,6 @@ Source: Whitney's page "Distillation"; arXiv 2306.13649.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from pathlib import Path
@@ -33,7 +32,7 @@ from loop_support import (
     say,
     train_on,
 )
-from sft_loop import read_data
+from sft_loop import batches, read_data
 from whitney_loop import (
     Datum,
     LoopContext,
@@ -65,8 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a student on what a frozen teacher thinks of its samples.")
     teacher = parser.add_mutually_exclusive_group(required=True)
-    teacher.add_argument("--teacher-state", metavar="STATE_ID", help="the teacher: a saved state of the same model")
-    teacher.add_argument("--teacher-data", type=Path, metavar="FILE.jsonl", help="train the teacher on this first")
+    teacher.add_argument("--teacher-state", metavar="STATE_ID", help="a saved state of the same model and --lora-rank")
+    teacher.add_argument("--teacher-data", type=Path, metavar="FILE.jsonl", help="to train the teacher first")
     parser.add_argument("--teacher-epochs", type=int, default=3, help="passes over --teacher-data (default 3)")
     parser.add_argument("--sample-json", type=Path, help="file with the payload of sample (embedded: sample.json here)")
     parser.add_argument("--cycles", type=int, default=2, help="how many samples (default 2)")
@@ -107,11 +106,10 @@ def open_teacher(
     )
     teacher = LoopContext(ctx.client, ctx.resources.enter_context(run), "", ctx.provider, ctx.session_id, ctx.model)
     summary["teacher_run_id"] = teacher.run_id
-    for epoch in range(options.teacher_epochs if data else 0):
-        order = random.Random(f"{options.seed}:{epoch}").sample(data, len(data))
-        for start in range(0, len(order), TEACHER_BATCH):
-            payload = forward_backward_payload(order[start : start + TEACHER_BATCH], "cross_entropy")
-            train_on(teacher, payload, optimizer, summary)
+    taught: Summary = {}
+    for _, payload in batches(data, options.teacher_epochs, TEACHER_BATCH, options.seed):
+        train_on(teacher, payload, optimizer, taught)
+    summary["teacher_tokens_trained"] = taught.get("tokens_trained", 0)
     saved = ctx.client.run_operation(teacher.run_id, "save_weights_for_sampler", {})
     say(f"teacher {teacher.run_id} is frozen at version {saved.get('version')}")
     return teacher.run_id, result_sampler_id(saved)
@@ -129,14 +127,18 @@ def train_one_cycle(
     advantages: list[float] = []
     for sequence in result_sequences(sample):
         tokens, logprobs = sequence["tokens"], sequence["logprobs"]
+        if not tokens:
+            continue  # nothing was chosen, so there is nothing to judge
         answer = ctx.client.sampler_operation(*teacher, "logprobs", logprobs_request(prompt + tokens))
         thought = completion_logprobs(answer, prompt)
         per_token = [theirs - mine for theirs, mine in zip(thought, logprobs, strict=True)]
         advantages += per_token
         data.append(rl_datum(prompt, tokens, logprobs, per_token))
+    if not data:
+        raise ValueError(f"every completion of cycle {cycle} is empty: give another prompt in --sample-json")
     backward = train_on(ctx, forward_backward_payload(data, "importance_sampling"), optimizer, summary)
     summary["tokens_sampled"] += len(advantages)
-    kl: float = -sum(advantages) / max(len(advantages), 1)
+    kl: float = -sum(advantages) / len(advantages)
     line: dict[str, Any] = {"cycle": cycle, "version": saved.get("version"), "kl/k1": kl, "loss": backward.get("loss")}
     say(f"{formatted(line)}  tokens {len(advantages)}  {time.monotonic() - started:.2f} s")
     return kl

@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from loop_support import (
     train_on,
     trained_tokens,
 )
-from whitney_loop import Datum, LoopContext, forward_backward_payload, sft_datum
+from whitney_loop import Datum, LoopContext, check_payload, forward_backward_payload, sft_datum
 
 EXAMPLE_DATA = Path(__file__).with_name("sft_train.jsonl")
 EXAMPLE_EVAL_DATA = Path(__file__).with_name("sft_eval.jsonl")
@@ -73,18 +74,20 @@ def read_both(options: argparse.Namespace) -> tuple[list[Datum], list[Datum]]:
 def read_data(path: Path, *, text: bool) -> list[Datum]:
     """One datum per line of a JSONL file; UsageError names the file and the line that is wrong."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
+        lines = path.read_bytes().split(b"\n")  # and not splitlines, which knows line ends that may stand in a text
+    except OSError as error:
         raise UsageError(f"{path}: {error}") from None
     data = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            example = json.loads(line)
+            example = json.loads(line.decode())
             if not isinstance(example, dict) or example.keys() != {"prompt", "completion"}:
                 raise ValueError('expected {"prompt": …, "completion": …}')
             prompt, completion = (token_ids(example[name], name, text=text) for name in ("prompt", "completion"))
+            if not completion:
+                raise ValueError("completion is empty: there is nothing to learn from it")
             data.append(sft_datum(prompt, completion))
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}:{number}: {error}") from None
@@ -114,49 +117,64 @@ def train(
     summary |= {"steps": 0, "tokens_trained": 0, "eval_loss_before": None, "eval_loss_after": None}
     needed = ["forward_backward", "optim_step", *(["forward"] if eval_data else [])]
     with open_run(options, place, summary, needed) as ctx:
-        summary["eval_loss_before"] = evaluate(ctx, eval_data, "before")
+        summary["eval_loss_before"] = evaluate(ctx, eval_data, options.batch_size, "before")
         train_epochs(ctx, data, options, optimizer, summary)
-        summary["eval_loss_after"] = evaluate(ctx, eval_data, "after")
+        summary["eval_loss_after"] = evaluate(ctx, eval_data, options.batch_size, "after")
     return 0
 
 
 def train_epochs(
     ctx: LoopContext, data: list[Datum], options: argparse.Namespace, optimizer: Payload, summary: Summary
 ) -> None:
-    for epoch in range(options.epochs):
-        order = random.Random(f"{options.seed}:{epoch}").sample(data, len(data))
-        for start in range(0, len(order), options.batch_size):
-            started = time.monotonic()
-            payload = forward_backward_payload(order[start : start + options.batch_size], "cross_entropy")
-            backward = train_on(ctx, payload, optimizer, summary)
-            summary["steps"] = summary.get("steps", 0) + 1
-            line = {"step": summary["steps"] - 1, "epoch": epoch, "loss/token": loss_per_token(backward, payload)}
-            say(f"{formatted(line)}  tokens {trained_tokens(payload)}  {time.monotonic() - started:.2f} s")
+    for epoch, payload in batches(data, options.epochs, options.batch_size, options.seed):
+        started = time.monotonic()
+        backward = train_on(ctx, payload, optimizer, summary)
+        line = {"step": summary["steps"], "epoch": epoch, "loss/token": mean_loss([backward], [payload])}
+        summary["steps"] += 1
+        say(f"{formatted(line)}  tokens {trained_tokens(payload)}  {time.monotonic() - started:.2f} s")
 
 
-def evaluate(ctx: LoopContext, data: list[Datum], when: str) -> float | None:
+def batches(data: list[Datum], epochs: int, batch_size: int, seed: int | None) -> Iterator[tuple[int, Payload]]:
+    """(epoch, payload) for every optimizer step; each epoch has all data, in an order that ``seed`` decides."""
+    for epoch in range(epochs):
+        order = random.Random(f"{seed}:{epoch}").sample(data, len(data))
+        for start in range(0, len(order), batch_size):
+            yield epoch, forward_backward_payload(order[start : start + batch_size], "cross_entropy")
+
+
+def evaluate(ctx: LoopContext, data: list[Datum], batch_size: int, when: str) -> float | None:
     """The loss per token on data that is not trained on; None where there is none."""
     if not data:
         return None
-    payload = forward_backward_payload(data, "cross_entropy")
-    loss = loss_per_token(ctx.client.run_operation(ctx.run_id, "forward", payload), payload)
+    slices = [data[start : start + batch_size] for start in range(0, len(data), batch_size)]
+    payloads = [forward_backward_payload(some, "cross_entropy") for some in slices]
+    for payload in payloads:
+        check_payload(payload, ctx.provider, kind="forward")
+    loss = mean_loss([ctx.client.run_operation(ctx.run_id, "forward", payload) for payload in payloads], payloads)
     say(f"evaluation {when} training: {formatted({'loss/token': loss})}")
     return loss
 
 
-def loss_per_token(result: dict[str, Any], payload: Payload) -> float | None:
+def mean_loss(results: list[dict[str, Any]], payloads: list[Payload]) -> float | None:
     """Mean of −logprob over the tokens that count, from the outputs: it does not depend on how a provider reduces.
 
-    Where a provider gives no outputs, its own ``loss``, as it reduces it.
+    None where a provider gives no outputs of that form.
     """
-    logprobs = [output.get("logprobs") for output in result.get("outputs") or []]
-    tokens = trained_tokens(payload)
-    if not tokens or len(logprobs) != len(payload["data"]) or None in logprobs:
-        loss: float | None = result.get("loss")
-        return loss
-    weights = [datum["loss_inputs"]["weights"]["values"] for datum in payload["data"]]
-    total: float = sum(w * p for row in zip(weights, logprobs, strict=True) for w, p in zip(*row, strict=True) if w)
-    return -total / tokens
+    total = 0.0
+    for result, payload in zip(results, payloads, strict=True):
+        outputs = result.get("outputs")
+        if not isinstance(outputs, list) or len(outputs) != len(payload["data"]):
+            return None
+        for output, datum in zip(outputs, payload["data"], strict=True):
+            weights = datum["loss_inputs"]["weights"]["values"]
+            logprobs = output.get("logprobs") if isinstance(output, dict) else None
+            if not isinstance(logprobs, list) or len(logprobs) != len(weights):
+                return None
+            for weight, logprob in zip(weights, logprobs, strict=True):
+                if weight and not isinstance(logprob, (int, float)):
+                    return None
+                total -= weight * logprob if weight else 0.0
+    return total / sum(map(trained_tokens, payloads))
 
 
 if __name__ == "__main__":

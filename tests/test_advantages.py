@@ -115,6 +115,11 @@ def test_soft_advantages_are_rewards_over_the_soft_value_of_the_group():
     assert sum(weights) / 3 == pytest.approx(1, abs=1e-12)
 
 
+@pytest.mark.parametrize("beta", [1e6, 1e12, 1e17])
+def test_soft_advantages_of_a_large_beta_are_measured_against_the_mean(beta):
+    assert soft_advantages([0.0, 1.0, 0.5], beta=beta) == pytest.approx([-0.5, 0.5, 0.0], abs=1e-6)
+
+
 def test_soft_advantages_do_not_overflow():
     assert soft_advantages([0.0, 1000.0], beta=0.01) == pytest.approx([-1000 + 0.01 * math.log(2), 0.01 * math.log(2)])
 

@@ -127,7 +127,7 @@ def test_a_number_that_is_not_finite_is_refused_with_its_position(bad):
         tensor("float32", [bad])
 
 
-@pytest.mark.parametrize("bad", [-1, -100, True, 1.5, "7", None])
+@pytest.mark.parametrize("bad", [-1, -100, True, 1.5, "7", None, 2**63])
 def test_a_token_that_is_no_id_is_refused_with_its_position(bad):
     with pytest.raises(ValueError, match=r"prompt_tokens\[1\] is .*token id"):
         sft_datum([1, bad], [2])
@@ -211,8 +211,10 @@ def test_the_completions_part_of_a_result_is_cut_at_the_prompt():
     assert completion_logprobs({"logprobs": [None, -0.2, -0.3, -0.4]}, [1, 2]) == [-0.3, -0.4]
     assert completion_logprobs({"logprobs": [None, -0.2]}, [1, 2]) == []
     assert completion_values({"values": [0.1, 0.2, 0.3]}, [1, 2]) == [0.2, 0.3]
-    with pytest.raises(ValueError, match="result.logprobs is None, expected a list of at least 2"):
-        completion_logprobs({}, [1, 2])
+    assert completion_logprobs({"logprobs": Array([None, -0.2, -0.3])}, [1, 2]) == [-0.3]
+    for nothing in ({}, None, []):
+        with pytest.raises(ValueError, match="result.logprobs is None, expected a list of at least 2"):
+            completion_logprobs(nothing, [1, 2])
     with pytest.raises(ValueError, match="result.logprobs is .* at least 3"):
         completion_logprobs({"logprobs": [None, -0.2]}, [1, 2, 3])
     with pytest.raises(ValueError, match=r"result.logprobs\[2\] is None"):

@@ -127,6 +127,18 @@ def test_clip_tensors_are_tinkers_only():
         check_payload(policy_payload("ppo", {"clip_low_threshold": 0.8}), "tinker")
 
 
+def test_a_clip_tensor_that_its_loss_would_ignore_is_refused():
+    with pytest.raises(ValueError, match="clip_low_threshold would be ignored: importance_sampling does not clip"):
+        check_payload(policy_payload(clip_low=0.8), "tinker")
+
+
+def test_a_critic_has_both_values_and_returns_or_neither():
+    payload = critic_payload()
+    del payload["data"][0]["loss_inputs"]["returns"]
+    with pytest.raises(ValueError, match=r"data\[0\].loss_inputs has one of values and returns"):
+        check_payload(payload, "modal", kind="forward")
+
+
 def test_thresholds_are_judged_only_where_the_weight_is_not_zero():
     payload = policy_payload("ppo", clip_low=0.8, clip_high=1.2)
     assert payload["data"][0]["loss_inputs"]["clip_high_threshold"]["values"][0] == 0.0

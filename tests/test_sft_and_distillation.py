@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from whitney_loop import WhitneyClient
+from whitney_loop import WhitneyClient, forward_backward_payload, sft_datum
 from whitney_loop.local import serve
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,7 @@ def test_sft_halves_the_loss_on_data_that_it_does_not_train_on(tmp_path):
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["eval_loss_after"] <= summary["eval_loss_before"] / 2
-    assert summary["operations"]["forward"] == 2 and summary["operations"]["optim_step"] == summary["steps"] == 15
+    assert summary["operations"]["forward"] == 4 and summary["operations"]["optim_step"] == summary["steps"] == 15
     assert "sample" not in summary["operations"] and summary["state_id"] and summary["artifact"]
 
 
@@ -62,16 +63,76 @@ def test_sft_takes_token_ids_anywhere_and_needs_no_evaluation(tmp_path, service)
         ('{"prompt": "", "completion": "b"}', "bad.jsonl:2: prompt_tokens is empty"),
         ('{"prompt": [1], "completion": [2.5]}', r"bad.jsonl:2: completion_tokens[0] is 2.5"),
         ('{"prompt": 1, "completion": [2]}', "bad.jsonl:2: prompt is a int"),
+        ('{"prompt": [1, 2], "completion": []}', "bad.jsonl:2: completion is empty"),
+        ('{"prompt": [1, 2], "completion": [9223372036854775808]}', "bad.jsonl:2: completion_tokens[0] is"),
+        (b'{"prompt": "\xff", "completion": "b"}', "bad.jsonl:2: 'utf-8' codec"),
         ("[" * 100_000, "bad.jsonl:2: "),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number_before_anything_is_created(tmp_path, line, message):
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + line + "\n")
+    raw = line if isinstance(line, bytes) else line.encode()
+    (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "a", "completion": "b"}\n' + raw + b"\n")
     for script, option in (("sft_loop.py", "--data"), ("distillation_loop.py", "--teacher-data")):
         done = run(script, option, "bad.jsonl", folder=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr and done.stderr.count("\n") == 1
         assert not (tmp_path / ".whitney_local").exists()
+
+
+def test_a_text_may_hold_line_ends_that_are_not_jsons(tmp_path):
+    line = json.dumps({"prompt": "a\u2028b\x85", "completion": "c"}, ensure_ascii=False)
+    (tmp_path / "text.jsonl").write_text(line + "\n", encoding="utf-8")
+    done = run("sft_loop.py", "--data", "text.jsonl", "--provider", "tinker", folder=tmp_path)
+    assert done.returncode == 0 and json.loads(done.stdout)["tokens_trained"] == 2
+
+
+def test_each_epoch_has_all_data_in_its_own_order():
+    sys.path.insert(0, str(EXAMPLES))
+    from sft_loop import batches
+
+    data = [sft_datum([1], [token]) for token in range(10)]
+    steps = list(batches(data, 2, 4, seed=1))
+    assert [epoch for epoch, _ in steps] == [0, 0, 0, 1, 1, 1]
+    orders = [[datum for epoch, payload in steps if epoch == wanted for datum in payload["data"]] for wanted in (0, 1)]
+    assert orders[0] != orders[1] and all(sorted(order, key=str) == sorted(data, key=str) for order in orders)
+    assert steps == list(batches(data, 2, 4, seed=1)) != list(batches(data, 2, 4, seed=2))
+
+
+@pytest.mark.parametrize("outputs", [None, [], [None], [{}], [{"logprobs": [-1.0]}], [{"logprobs": [-1.0, None]}]])
+def test_a_loss_per_token_is_told_only_where_the_outputs_tell_it(outputs):
+    sys.path.insert(0, str(EXAMPLES))
+    from sft_loop import mean_loss
+
+    payload = forward_backward_payload([sft_datum([1, 2], [3])], "cross_entropy")
+    assert mean_loss([{"outputs": outputs}], [payload]) is None
+    assert mean_loss([{"outputs": [{"logprobs": [None, -2.0]}]}], [payload]) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("sft_loop.py", ["--data", "long.jsonl", "--batch-size", "1"]),
+        ("distillation_loop.py", ["--teacher-data", "long.jsonl", "--cycles", "9999"]),
+    ],
+)
+def test_ctrl_c_in_mid_loop_cancels_every_run_and_closes(tmp_path, service, script, arguments):
+    (tmp_path / "long.jsonl").write_text('{"prompt": [1], "completion": [2]}\n' * 2000)
+    arguments = [*arguments, "--base-url", service.base_url, "--model", "m", "--lora-rank", "2"]
+    if script == "distillation_loop.py":
+        arguments += ["--sample-json", str(EXAMPLES / "sample.json"), "--teacher-epochs", "1"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WHITNEY_")}
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        cwd=tmp_path, env=env | {"WHITNEY_API_KEY": service.api_key}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        next(line for line in process.stderr if line.startswith(("step 2 ", "cycle 1 ")))
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in stderr
+    session = WhitneyClient(service.base_url, service.api_key).session(json.loads(stdout)["session_id"])
+    assert session["status"] == "closed" and {run["status"] for run in session["runs"]} == {"cancelled"}
 
 
 def test_text_is_refused_away_from_the_embedded_service(tmp_path, service):

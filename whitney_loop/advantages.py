@@ -105,10 +105,12 @@ def soft_advantages(rewards: Iterable[float], *, beta: float) -> list[float]:
         raise ValueError(f"beta is {beta!r}, expected a number above 0")
     if _all_equal(rewards):
         return [0.0] * len(rewards)
-    top = max(rewards)  # taken out of the exponential, so that it can not overflow
-    mean = sum(math.exp((reward - top) / temperature) for reward in rewards) / len(rewards)
-    baseline = top + temperature * math.log(mean)
-    return _finite([reward - baseline for reward in rewards])
+    # The largest reward is taken out of the exponential, so that it can not overflow; expm1 and log1p keep the digits
+    # that a large beta would otherwise lose against 1.
+    top = max(rewards)
+    mean = sum(math.expm1((reward - top) / temperature) for reward in rewards) / len(rewards)
+    above_top = temperature * math.log1p(mean)
+    return _finite([(reward - top) - above_top for reward in rewards])
 
 
 def generalized_advantages(

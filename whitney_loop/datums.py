@@ -139,7 +139,8 @@ def completion_values(output: Mapping[str, Any], prompt_tokens: Iterable[int]) -
 
 
 def _completion_part(result: Mapping[str, Any], name: str, start: int) -> list[float]:
-    numbers = result.get(name)
+    numbers: Any = result.get(name) if isinstance(result, Mapping) else None
+    numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
     if not isinstance(numbers, list) or len(numbers) < start:
         raise ValueError(f"result.{name} is {_show(numbers)}, expected a list of at least {start}, one per token")
     return [_number(value, f"result.{name}[{start + index}]") for index, value in enumerate(numbers[start:])]
@@ -231,8 +232,8 @@ def _token_id(value: Any, where: str) -> int:
         token = -1 if isinstance(plain, bool) else operator.index(plain)
     except (TypeError, ValueError, RuntimeError):
         token = -1
-    if token < 0:
-        raise ValueError(f"{where} is {_show(value)}, expected a token id: an integer of at least 0")
+    if not 0 <= token < 2**63:  # the wire's dtype is int64
+        raise ValueError(f"{where} is {_show(value)}, expected a token id: an integer of at least 0, within int64")
     return token
 
 

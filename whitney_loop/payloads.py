@@ -28,6 +28,7 @@ REQUIRED_LOSS_INPUTS: dict[str, frozenset[str]] = {
 """Loss → the tensors that each datum must have. A ``forward`` of ``ppo_critic`` asks for values, so it needs none."""
 
 _CLIP_TENSORS = frozenset({"clip_low_threshold", "clip_high_threshold"})
+_CLIPPED_BY_TENSORS = frozenset({"ppo", "cispo"})
 _KNOWN_TENSORS = frozenset().union(*REQUIRED_LOSS_INPUTS.values()) | _CLIP_TENSORS
 _DTYPES = {name: "int64" if name == "target_tokens" else "float32" for name in _KNOWN_TENSORS}
 
@@ -158,7 +159,7 @@ def check_payload(payload: object, provider: str, *, kind: str = "forward_backwa
     require_loss_config(provider, loss_function, payload["loss_config"])
     required = REQUIRED_LOSS_INPUTS[loss_function]
     if loss_function == "ppo_critic" and kind == "forward":
-        required = frozenset({"target_tokens", "weights"})
+        required = frozenset({"target_tokens", "weights"})  # values and returns are what it is asked for, or both there
     for index, datum in enumerate(_require_list(payload["data"], "data", "datum")):
         _check_datum(datum, f"data[{index}]", loss_function, required, provider)
 
@@ -205,7 +206,16 @@ def _check_datum(datum: object, where: str, loss_function: str, required: frozen
     tensors = _require_object(datum["loss_inputs"], inputs, (), _KNOWN_TENSORS)
     for name in sorted(required - tensors.keys()):
         raise ValueError(f"{inputs}.{name} is missing; {loss_function} needs {', '.join(sorted(required))}")
+    if loss_function == "ppo_critic" and len({"values", "returns"} & tensors.keys()) == 1:
+        raise ValueError(
+            f"{inputs} has one of values and returns; a critic's loss needs both, and a forward may have neither"
+        )
     for name in sorted(_CLIP_TENSORS & tensors.keys()):
+        if provider == "tinker" and loss_function not in _CLIPPED_BY_TENSORS:
+            raise ValueError(
+                f"{inputs}.{name} would be ignored: {loss_function} does not clip; build the datum without it, or "
+                f"use {' or '.join(sorted(_CLIPPED_BY_TENSORS))}"
+            )
         if provider != "tinker":
             raise ValueError(
                 f"{inputs}.{name} is a tensor that only tinker takes; on {provider} send "
