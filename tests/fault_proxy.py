@@ -1,0 +1,198 @@
+"""A proxy between client and service whose faults are drawn from a seed: the network of a bad day, on loopback.
+
+One request per connection, as the client sends them. Which exchange meets which fault depends on the seed and on the
+order of the requests only.
+"""
+
+import contextlib
+import email.utils
+import random
+import socket
+import struct
+import threading
+import time
+
+GIVES_UP_S = 10.0  # a test that goes wrong ends; one that goes right never waits for it
+DELAY_S = 0.01
+
+RETRY_AFTER = ["1", "0.5", "0", "-1", "soon", None, "date", "past date"]
+
+
+class FaultProxy:
+    """``rate``: the share of exchanges with a fault, one of ``kinds``. ``only``: path → whether faults may meet it."""
+
+    def __init__(self, upstream, *, seed=0, rate=0.2, kinds=None, only=lambda method, path: True):
+        host, port = upstream.removeprefix("http://").split(":")
+        self._upstream = (host, int(port))
+        self._random = random.Random(seed)
+        self._rate, self._kinds, self._only = rate, list(kinds or FAULTS), only
+        self._held = None  # a request that arrives a second time once the next one has come
+        self._lock = threading.Lock()
+        self._threads = []
+        self.exchanges = 0
+        self.faults = []  # (kind, method, path)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._accepting = threading.Thread(target=self._accept)
+
+    def __enter__(self):
+        self._accepting.start()
+        return self
+
+    def __exit__(self, *_):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self):
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            thread = threading.Thread(target=self._serve, args=(connection,))
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection):
+        with connection, contextlib.suppress(OSError):  # the client may leave at any time
+            connection.settimeout(GIVES_UP_S)
+            request = _read_request(connection)
+            if not request:
+                return
+            method, path = request.split(b" ", 2)[:2]
+            fault, held = self._draw(method.decode(), path.decode())
+            if held is not None:
+                self.ask(held)
+            fault(self, connection, request) if fault else connection.sendall(self.ask(request))
+
+    def _draw(self, method, path):
+        with self._lock:
+            self.exchanges += 1
+            held, self._held = self._held, None
+            # Both are drawn in any case, so that one fault more or less does not shift those after it.
+            hit, kind = self._random.random() < self._rate, self._random.choice(self._kinds)
+            if not hit or not self._only(method, path):
+                return None, held
+            self.faults.append((kind, method, path))
+            return FAULTS[kind], held
+
+    def hold(self, request):
+        with self._lock:
+            self._held = request
+
+    def pick(self, values):
+        with self._lock:
+            return self._random.choice(values)
+
+    def ask(self, request):
+        """The service's whole answer to a request."""
+        with socket.create_connection(self._upstream, timeout=GIVES_UP_S) as service:
+            service.sendall(request)
+            return b"".join(iter(lambda: service.recv(65536), b""))
+
+
+def _read_request(connection):
+    raw = b""
+    while b"\r\n\r\n" not in raw:
+        chunk = connection.recv(65536)
+        if not chunk:
+            return b""
+        raw += chunk
+    head, _, body = raw.partition(b"\r\n\r\n")
+    lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    left = int(lengths[0]) - len(body) if lengths else 0
+    while left > 0:
+        chunk = connection.recv(65536)
+        if not chunk:
+            return b""
+        raw += chunk
+        left -= len(chunk)
+    return raw
+
+
+def _answer(status, body=b"", headers=()):
+    lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(body)}", "Connection: close", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _drop_request(proxy, connection, request):
+    """It never arrives."""
+
+
+def _drop_reply(proxy, connection, request):
+    proxy.ask(request)
+
+
+def _reset_in_body(proxy, connection, request):
+    answer = proxy.ask(request)
+    body = answer.index(b"\r\n\r\n") + 4
+    connection.sendall(answer[: (body + len(answer)) // 2])
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close sends a RST
+
+
+def _truncate_json(proxy, connection, request):
+    body = proxy.ask(request).partition(b"\r\n\r\n")[2]
+    connection.sendall(_answer(200, body[: len(body) // 2]))
+
+
+def _status(status, body, arrives):
+    def act(proxy, connection, request):
+        if arrives:
+            proxy.ask(request)
+        connection.sendall(_answer(status, body))
+
+    return act
+
+
+def _too_many(proxy, connection, request):
+    value = proxy.pick(RETRY_AFTER)
+    if value in ("date", "past date"):
+        value = email.utils.formatdate(time.time() + (2 if value == "date" else -60), usegmt=True)
+    connection.sendall(_answer(429, b"", [] if value is None else [f"Retry-After: {value}"]))
+
+
+def _stall(proxy, connection, request):
+    proxy.ask(request)
+    connection.recv(1)  # until the client has given up
+
+
+def _delay(proxy, connection, request):
+    answer = proxy.ask(request)
+    threading.Event().wait(DELAY_S)
+    connection.sendall(answer)
+
+
+def _duplicate(proxy, connection, request):
+    """It arrives twice at the same time."""
+    twin = threading.Thread(target=proxy.ask, args=(request,))
+    twin.start()
+    connection.sendall(proxy.ask(request))
+    twin.join()
+
+
+def _late_duplicate(proxy, connection, request):
+    """It arrives a second time when the next request has been sent."""
+    proxy.hold(request)
+    connection.sendall(proxy.ask(request))
+
+
+FAULTS = {
+    "drop request": _drop_request,
+    "drop reply": _drop_reply,
+    "reset in mid-body": _reset_in_body,
+    "truncated JSON": _truncate_json,
+    "500": _status(500, b'{"error": {"code": "oops", "message": "oops"}}', True),
+    "502 HTML": _status(502, b"<html>Bad gateway</html>", False),
+    "503": _status(503, b"", False),
+    "504": _status(504, b"", True),
+    "429": _too_many,
+    "408": _status(408, b"", False),
+    "stall": _stall,
+    "delay": _delay,
+    "duplicate": _duplicate,
+    "late duplicate": _late_duplicate,
+}
