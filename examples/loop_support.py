@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -181,19 +182,24 @@ def trained_tokens(payload: Payload) -> int:
 
 def run_loop(options: argparse.Namespace, train: Callable[[Place, Summary], int]) -> int:
     """Run ``train`` where the options say, with every exit cleaned up; print the summary; the exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
-    # Retries, and the ids that may be open, are seen whatever the user's module does to logging.
-    logging.getLogger("whitney_loop").addHandler(logging.StreamHandler())
+    with prepared_signals(), shown_log():
+        return run_and_report(options, train)
+
+
+def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary], int]) -> int:
     summary: Summary = {}
     try:
-        with place_to_train(options) as place:
-            where = "the embedded service" if place.embedded else "the service of the base URL"
-            summary |= {"status": "failed", "where": where, "base_url": place.client.base_url}
-            summary |= {"provider": options.provider, "model": options.model, "session_id": None, "run_id": None}
-            try:
-                code = train(place, summary)
-            finally:
-                summary["operations"] = dict(place.client.accepted)
+        try:
+            with place_to_train(options) as place:
+                where = "the embedded service" if place.embedded else "the service of the base URL"
+                summary |= {"status": "failed", "where": where, "base_url": place.client.base_url}
+                summary |= {"provider": options.provider, "model": options.model, "session_id": None, "run_id": None}
+                try:
+                    code = train(place, summary)
+                finally:
+                    summary["operations"] = dict(place.client.accepted)
+        finally:
+            ignore_signals()  # all is closed, or said to be open: what is left is to report it
         summary["status"] = "succeeded" if code == 0 else "failed"
     except UsageError as error:
         say(f"error: {error}")
@@ -206,6 +212,8 @@ def run_loop(options: argparse.Namespace, train: Callable[[Place, Summary], int]
     except Exception as error:
         code = 1
         summary["error"] = show_error(error)
+    # A manager that an interrupt cut off before its block began is cleaned up when it is freed: now, not at some time.
+    gc.collect()
     if summary.get("session_id"):
         print(json.dumps(summary), flush=True)
     return code
@@ -233,6 +241,34 @@ def formatted(metrics: dict[str, Any]) -> str:
     """``name value`` pairs for a progress line."""
     shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
     return "  ".join(" ".join(f"{name} {text}".split()) for name, text in shown.items())
+
+
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Retries, and the ids that may be open, are seen whatever the user's module does to logging."""
+    log, handler = logging.getLogger("whitney_loop"), logging.StreamHandler()
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+@contextmanager
+def prepared_signals() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does; both do afterwards what they did before."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _terminate(*_: object) -> NoReturn:

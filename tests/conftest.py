@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from loop_in_process import everything, executed, loop  # noqa: F401 - fixtures of several files
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("contract", "the black-box tests of the HTTP contract; default: the embedded service")

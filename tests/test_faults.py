@@ -1,116 +1,13 @@
 """Nothing lost and nothing twice: the loop through a proxy with faults, held against the loop without."""
 
-import functools
-import json
-import logging
-import signal
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from fault_proxy import FAULTS, FaultProxy
-from whitney_loop import WhitneyClient
+from loop_in_process import adapter_of, left_open
 from whitney_loop.local import serve
-from whitney_loop.local.service import Run
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-# The reward hangs on every token and on the cycle: it never saturates, so every cycle makes a step.
-NEVER_SATURATES = """
-import zlib
-from whitney_loop import forward_backward_payload, group_mean_advantages, rl_datum
-
-def build_loss(sample, cycle, request, ctx):
-    sequences = sample["sequences"]
-    rewards = [zlib.crc32(bytes(token % 256 for token in s["tokens"]) + bytes([cycle])) % 97 for s in sequences]
-    data = [
-        rl_datum(request["prompt"]["token_ids"], s["tokens"], s["logprobs"], advantage)
-        for s, advantage in zip(sequences, group_mean_advantages(rewards, normalize_std=True))
-    ]
-    return forward_backward_payload(data, "importance_sampling")
-"""
-SAMPLE = {"prompt": {"token_ids": [97]}, "num_samples": 2, "sampling_params": {"max_tokens": 4}}
-
-
-@pytest.fixture
-def loop(tmp_path, monkeypatch, capsys):
-    """``loop(service, base_url, cycles, **seconds)``: the loop in this process, with pauses that take no time."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.chdir(tmp_path)
-    import loop_support
-    import rl_loop
-
-    (tmp_path / "never_saturates.py").write_text(NEVER_SATURATES)
-    (tmp_path / "sample.json").write_text(json.dumps(SAMPLE))
-    at_once, handlers = time.sleep, list(logging.getLogger("whitney_loop").handlers)
-    monkeypatch.setattr(time, "sleep", lambda seconds: at_once(min(seconds, 0.001)))
-    at_the_end = signal.getsignal(signal.SIGTERM)
-
-    def run(service, base_url, cycles, **seconds):
-        # 0.2 s: what a stall costs. Longer than any honest answer takes here; where it is not, it is one fault more.
-        seconds = {"exchange_timeout_s": 0.2, "submit_timeout_s": 30.0} | seconds
-        monkeypatch.setattr(loop_support, "WhitneyClient", functools.partial(WhitneyClient, **seconds))
-        monkeypatch.setenv("WHITNEY_API_KEY", service.api_key)
-        arguments = ["--build-loss", "never_saturates:build_loss", "--model", "byte-lm", "--base-url", base_url]
-        arguments += ["--sample-json", "sample.json", "--lora-rank", "1", "--learning-rate", "0.1", "--seed", "5"]
-        code = rl_loop.main([*arguments, "--cycles", str(cycles)])
-        out, err = capsys.readouterr()
-        return code, json.loads(out) if out else None, err
-
-    yield run
-    signal.signal(signal.SIGTERM, at_the_end)
-    logging.getLogger("whitney_loop").handlers[:] = handlers
-    sys.modules.pop("never_saturates", None)
-
-
-@pytest.fixture
-def executed(monkeypatch):
-    """The service's own record: (run, seq_id) of everything that its engine was made to do, in that order."""
-    record = []
-    execute = Run._execute
-
-    def recorded(run, operation, engine):
-        record.append((operation.run_id, operation.seq_id))
-        return execute(run, operation, engine)
-
-    monkeypatch.setattr(Run, "_execute", recorded)
-    return record
-
-
-def adapter_of(summary):
-    return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
-
-
-def left_open(service):
-    """What the service, asked directly, has open."""
-    sessions = service.sessions()
-    return [s["session_id"] for s in sessions if s["status"] != "closed"] + [
-        run["run_id"] for s in sessions for run in s["runs"] if run["status"] not in ("finished", "cancelled", "failed")
-    ]
-
-
-@pytest.fixture
-def everything(monkeypatch):
-    """Every session that any embedded service made, as it is when it is asked."""
-    from whitney_loop.local.service import Service
-
-    services = []
-    begin = Service.__init__
-
-    def noted(service, *arguments, **options):
-        services.append(service)
-        begin(service, *arguments, **options)
-
-    monkeypatch.setattr(Service, "__init__", noted)
-
-    class Everything:
-        def sessions(self):
-            return [session.body() for service in services for session in list(service._sessions.values())]
-
-    return Everything()
 
 
 def check_that_faults_change_nothing(loop, executed, everything, tmp_path, *, cycles, **proxy_options):
@@ -124,11 +21,11 @@ def check_that_faults_change_nothing(loop, executed, everything, tmp_path, *, cy
     with serve(tmp_path / "faulty") as service, FaultProxy(service.base_url, **proxy_options) as proxy:
         code, summary, err = loop(service, proxy.base_url, cycles)
         assert code == 0, err
-        assert left_open(everything) == []
+        assert left_open(everything()) == []
     assert adapter_of(summary) == expected
     assert executed == [(summary["run_id"], seq_id) for seq_id in range(1, operations + 1)]
     assert summary["operations"]["optim_step"] == cycles == summary["cycles_done"]
-    assert len([session for session in everything.sessions() if session["runs"]]) == 2  # none was made twice
+    assert len([session for session in everything() if session["runs"]]) == 2  # none was made twice
     return proxy
 
 
@@ -185,11 +82,11 @@ def test_where_an_operation_never_gets_its_answer_the_loop_gives_up_says_what_is
         started = time.monotonic()
         code, summary, err = loop(service, proxy.base_url, 5, submit_timeout_s=1.0)
         assert time.monotonic() - started < 10
-        assert left_open(everything) == []
+        assert left_open(everything()) == []
     assert code == 1 and summary["status"] == "failed"
     assert f"outcome {outcome}" in err.splitlines()[-1] and "seq_id 7" in err.splitlines()[-1]
     assert "no usable answer" in summary["error"]
-    assert [run["status"] for session in everything.sessions() for run in session["runs"]] == ["cancelled"]
+    assert [run["status"] for session in everything() for run in session["runs"]] == ["cancelled"]
     assert all(count == 1 for count in Counter(executed).values())
 
 

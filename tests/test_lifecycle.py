@@ -122,14 +122,14 @@ def test_a_session_whose_creation_got_no_answer_is_found_by_its_key_and_closed()
 
 
 def test_a_run_whose_creation_got_no_answer_is_found_by_its_key_and_cancelled():
-    script = [stall, reply({"run_id": "run-1"}), run("cancelled")]
+    script = [stall, reply({"run_id": "run-1"}), run("cancelling"), run("cancelled")]
     with ScriptedServer(*script) as server:
         client = WhitneyClient(server.base_url, submit_timeout_s=0.3, exchange_timeout_s=0.3)
         with pytest.raises(ServiceUnavailable), lora_run(client, "ses-1", model="m"):
             pytest.fail("there is no id")
-    lost, again, cancel = server.requests
+    lost, again, cancel, poll = server.requests
     assert lost.headers["idempotency-key"] == again.headers["idempotency-key"]
-    assert cancel.path == "/v1/training/runs/run-1/cancel"
+    assert cancel.path == "/v1/training/runs/run-1/cancel" and poll.path == "/v1/training/runs/run-1"
 
 
 def test_a_run_that_the_block_cancelled_may_still_be_ending():

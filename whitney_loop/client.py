@@ -131,7 +131,8 @@ class WhitneyClient:
     ``base_url`` and ``api_key`` default to WHITNEY_BASE_URL and WHITNEY_API_KEY; no host is guessed. Seconds:
     ``operation_timeout_s`` from an operation's start to its result, ``submit_timeout_s`` for getting any request
     accepted, retries included, ``exchange_timeout_s`` for one attempt. Raises ConfigurationError where the URL or
-    the key can not be used. ``accepted`` counts the operations that the service took, by kind.
+    the key can not be used. ``accepted`` counts the operations that the service took, by kind; ``closed_sessions`` are
+    the ids of those that it was asked to close, and did.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class WhitneyClient:
         self.operation_timeout_s = operation_timeout_s
         self.submit_timeout_s = submit_timeout_s
         self.accepted: Counter[str] = Counter()
+        self.closed_sessions: set[str] = set()
         self._orders: dict[str, _Order] = {}
         self._lock = threading.Lock()  # guards the two above
 
@@ -232,7 +234,9 @@ class WhitneyClient:
 
     def close_session(self, session_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Close a session; what still runs in it is cancelled. May be asked again."""
-        return self._post(_path(Wire.CLOSE_SESSION, session_id=session_id), timeout_s)
+        closed = self._post(_path(Wire.CLOSE_SESSION, session_id=session_id), timeout_s)
+        self.closed_sessions.add(session_id)
+        return closed
 
     def wait_until_terminal(self, run_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Poll until the run has ended (finished, cancelled or failed); OperationTimeout after ``timeout_s``."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 from whitney_loop.client import WhitneyClient, Wire
 from whitney_loop.errors import RequestRejected, WhitneyError
@@ -17,28 +18,29 @@ from whitney_loop.errors import RequestRejected, WhitneyError
 logger = logging.getLogger("whitney_loop")
 
 _LAST_TRY_S = 5.0  # for the one request that closes everything, after the user has said to stop waiting
-_AFTERTHOUGHT_S = 30.0  # for ending what may have been made although no answer came
 
 
-@contextmanager
-def training_session(client: WhitneyClient, *, provider: str) -> Iterator[str]:
-    """Open a session, give its id, and close it on every exit. Raises what ``create_session`` raises."""
-    session_id = _created(
-        lambda key: client.create_session(provider, idempotency_key=key),
-        lambda made: client.close_session(made, timeout_s=_AFTERTHOUGHT_S),
-        "session",
+def training_session(
+    client: WhitneyClient, *, provider: str, idempotency_key: str | None = None
+) -> AbstractContextManager[str]:
+    """Open a session, give its id, and close it on every exit. Raises what ``create_session`` raises.
+
+    Who notes the ``idempotency_key`` (default: a new one) beforehand can find the session after a crash: the same key
+    opens it once only.
+    """
+    key = idempotency_key or str(uuid.uuid4())
+    return _held(
+        _Held(
+            what="session",
+            command=lambda session_id: f"to close it: {close_command(client, session_id)}",
+            create=lambda: client.create_session(provider, idempotency_key=key),
+            finish=client.close_session,
+            give_up=lambda session_id, timeout_s: client.close_session(session_id, timeout_s=timeout_s),
+            ends_with_another=False,
+        )
     )
-    try:
-        yield session_id
-        client.close_session(session_id)
-    except BaseException as error:
-        timeout_s = _LAST_TRY_S if _has_stopped_waiting(error) else None
-        what = f"session {session_id} (to close it: {close_command(client, session_id)})"
-        _clean_up(error, what, lambda: client.close_session(session_id, timeout_s=timeout_s))
-        raise
 
 
-@contextmanager
 def lora_run(
     client: WhitneyClient,
     session_id: str,
@@ -47,28 +49,26 @@ def lora_run(
     rank: int = 32,
     seed: int | None = None,
     resume_from: str | None = None,
-) -> Iterator[str]:
+) -> AbstractContextManager[str]:
     """Start a LoRA run, give its id; finish it when the block ends, cancel it when the block raises.
 
     Either way it is polled until it is terminal. A run that the block itself finished or cancelled is left so. What
     it should leave behind (``save_state``, ``export_lora``) is the block's business. Raises what ``create_lora_run``
     raises.
     """
-    run_id = _created(
-        lambda key: client.create_lora_run(
-            session_id, model=model, rank=rank, seed=seed, resume_from=resume_from, idempotency_key=key
-        ),
-        lambda made: client.cancel(made, timeout_s=_AFTERTHOUGHT_S),
-        "run",
+    key = str(uuid.uuid4())
+    return _held(
+        _Held(
+            what="run",
+            command=lambda _: f"to close its session: {close_command(client, session_id)}",
+            create=lambda: client.create_lora_run(
+                session_id, model=model, rank=rank, seed=seed, resume_from=resume_from, idempotency_key=key
+            ),
+            finish=lambda run_id: _finish(client, run_id),
+            give_up=lambda run_id, timeout_s: _cancel(client, run_id, timeout_s),
+            ends_with_another=True,
+        )
     )
-    try:
-        yield run_id
-        _finish(client, run_id)
-    except BaseException as error:
-        timeout_s = _LAST_TRY_S if _has_stopped_waiting(error) else None
-        what = f"run {run_id} (to close its session: {close_command(client, session_id)})"
-        _clean_up(error, what, lambda: _cancel(client, run_id, timeout_s))
-        raise
 
 
 def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
@@ -113,27 +113,84 @@ def _cancel(client: WhitneyClient, run_id: str, timeout_s: float | None = None) 
     client.wait_until_terminal(run_id, timeout_s=client.submit_timeout_s if timeout_s is None else timeout_s)
 
 
-def _created(create: Callable[[str], str], end: Callable[[str], object], what: str) -> str:
-    """The id that ``create`` gives for a new Idempotency-Key; what may exist without a known id is ended."""
-    key = str(uuid.uuid4())
-    try:
-        return create(key)
-    except BaseException as error:
-        if not isinstance(error, WhitneyError) or error.outcome == "unknown":
-            # The same key gives what was made, if anything was.
-            _clean_up(error, f"{what} (its id did not come)", lambda: end(create(key)))
-        raise
+@dataclass
+class _Held:
+    """Something on the service that must not outlive its block."""
+
+    what: str
+    command: Callable[[str], str]
+    create: Callable[[], str]  # asked again, it gives what was made the first time
+    finish: Callable[[str], object]
+    give_up: Callable[[str, float | None], object]  # id and seconds
+    ends_with_another: bool  # a run ends with its session
+    id: str | None = None
+    first: BaseException | None = None  # what ended the block
+    settled: bool = False  # given up, or said to be open
+
+    def name(self) -> str:
+        return f"{self.what} (its id did not come)" if self.id is None else f"{self.what} {self.id}"
+
+    def how_to_close(self) -> str:
+        return "" if self.id is None else f" ({self.command(self.id)})"
+
+    def clean_up(self, first: BaseException) -> None:
+        """Give it up; a failure is logged, so that ``first`` stays the error that is seen."""
+        if self.id is None and not _may_have_been_made(first):
+            return
+        logger.warning("%s: cleaning up %s%s", type(first).__name__, self.name(), self.how_to_close())
+        try:
+            self.end(_LAST_TRY_S if _has_stopped_waiting(first) else None)
+        except Exception as error:
+            logger.error("may still be open: %s%s: %s", self.name(), self.how_to_close(), error)
+
+    def last_try(self, interrupt: BaseException) -> None:
+        """The same after an interrupt of ``clean_up``: say first what may be open, for there may be one more."""
+        cause = type(interrupt).__name__
+        logger.error("may still be open: %s%s: %s during clean-up", self.name(), self.how_to_close(), cause)
+        if self.ends_with_another:
+            return
+        try:
+            self.end(_LAST_TRY_S)
+            logger.warning("closed after all: %s", self.name())
+        except Exception as error:
+            logger.error("may still be open: %s%s: %s", self.name(), self.how_to_close(), error)
+
+    def end(self, timeout_s: float | None) -> None:
+        if self.id is None:
+            self.id = self.create()
+        self.give_up(self.id, timeout_s)
 
 
-def _clean_up(first: BaseException, what: str, action: Callable[[], object]) -> None:
-    """Do ``action``; whatever it raises is logged, so that ``first`` stays the error that is seen."""
-    logger.warning("%s: cleaning up %s", type(first).__name__, what)
+@contextmanager
+def _held(thing: _Held) -> Iterator[str]:
+    """Two handlers, one within the other: an interrupt can come between any two lines, those of clean-up included."""
     try:
-        action()
+        try:
+            thing.id = thing.create()
+            yield thing.id
+            thing.finish(thing.id)
+        except BaseException as error:
+            thing.first = error
+            thing.clean_up(error)
+            thing.settled = True
+            raise
     except BaseException as error:
-        logger.error("may still be open: %s: %s", what, str(error) or type(error).__name__)
-        if not isinstance(error, Exception):  # a second Ctrl-C
-            _stop_waiting(first)
+        thing.first = thing.first or error
+        if thing.first is not error:  # the clean-up was interrupted
+            _stop_waiting(thing.first)
+        if not thing.settled:
+            thing.last_try(error)
+    else:
+        return
+    try:
+        raise thing.first
+    finally:
+        thing.first = None  # else it refers to itself by its own traceback
+
+
+def _may_have_been_made(error: BaseException) -> bool:
+    """Whether something may exist of which no id came: an interrupt, or an outcome that is unknown."""
+    return error.outcome == "unknown" if isinstance(error, WhitneyError) else not isinstance(error, ValueError)
 
 
 def _stop_waiting(first: BaseException) -> None:

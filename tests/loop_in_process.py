@@ -1,0 +1,103 @@
+"""Fixtures: the loop in this process, with pauses that take no time, and what the service knows of it afterwards."""
+
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from whitney_loop import WhitneyClient
+from whitney_loop.local.service import Run, Service
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# The reward hangs on every token and on the cycle: it never saturates, so every cycle makes a step.
+NEVER_SATURATES = """
+import zlib
+from whitney_loop import forward_backward_payload, group_mean_advantages, lora_run, rl_datum
+
+def opens_a_second_run(sample, cycle, request, ctx):
+    if cycle == 0:
+        ctx.resources.enter_context(lora_run(ctx.client, ctx.session_id, model=ctx.model, rank=1))
+    return build_loss(sample, cycle, request, ctx)
+
+def build_loss(sample, cycle, request, ctx):
+    sequences = sample["sequences"]
+    rewards = [zlib.crc32(bytes(token % 256 for token in s["tokens"]) + bytes([cycle])) % 97 for s in sequences]
+    data = [
+        rl_datum(request["prompt"]["token_ids"], s["tokens"], s["logprobs"], advantage)
+        for s, advantage in zip(sequences, group_mean_advantages(rewards, normalize_std=True))
+    ]
+    return forward_backward_payload(data, "importance_sampling")
+"""
+SAMPLE = {"prompt": {"token_ids": [97]}, "num_samples": 2, "sampling_params": {"max_tokens": 4}}
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch, capsys):
+    """``loop(service, base_url, cycles, *options)``: the loop in this process, with pauses that take no time."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    import loop_support
+    import rl_loop
+
+    (tmp_path / "never_saturates.py").write_text(NEVER_SATURATES)
+    (tmp_path / "sample.json").write_text(json.dumps(SAMPLE))
+    at_once = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: at_once(min(seconds, 0.001)))
+
+    def run(service, base_url, cycles, *more, build_loss="never_saturates:build_loss", **seconds):
+        # 0.2 s: what a stall costs. Longer than any honest answer takes here; where it is not, it is one fault more.
+        seconds = {"exchange_timeout_s": 0.2, "submit_timeout_s": 30.0} | seconds
+        monkeypatch.setattr(loop_support, "WhitneyClient", functools.partial(WhitneyClient, **seconds))
+        monkeypatch.setenv("WHITNEY_API_KEY", service.api_key)
+        arguments = ["--build-loss", build_loss, "--model", "byte-lm", "--base-url", base_url]
+        arguments += ["--sample-json", "sample.json", "--lora-rank", "1", "--learning-rate", "0.1", "--seed", "5"]
+        code = rl_loop.main([*arguments, "--cycles", str(cycles), *more])
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    yield run
+    sys.modules.pop("never_saturates", None)
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """The service's own record: (run, seq_id) of everything that its engine was made to do, in that order."""
+    record = []
+    execute = Run._execute
+
+    def recorded(run, operation, engine):
+        record.append((operation.run_id, operation.seq_id))
+        return execute(run, operation, engine)
+
+    monkeypatch.setattr(Run, "_execute", recorded)
+    return record
+
+
+def adapter_of(summary):
+    return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
+
+
+def left_open(sessions):
+    """The ids of what is open among the sessions and their runs."""
+    return [s["session_id"] for s in sessions if s["status"] != "closed"] + [
+        run["run_id"] for s in sessions for run in s["runs"] if run["status"] not in ("finished", "cancelled", "failed")
+    ]
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    """Called, it gives every session that any embedded service made, as it is then."""
+    services = []
+    begin = Service.__init__
+
+    def noted(service, *arguments, **options):
+        services.append(service)
+        begin(service, *arguments, **options)
+
+    monkeypatch.setattr(Service, "__init__", noted)
+
+    return lambda: [session.body() for service in services for session in list(service._sessions.values())]

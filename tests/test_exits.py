@@ -1,0 +1,241 @@
+"""Every exit cleans up: what ends the loop comes before and after each exchange, and between any two lines."""
+
+import contextlib
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from fault_proxy import FaultProxy
+from loop_in_process import left_open
+from whitney_loop import WhitneyClient, lifecycle, lora_run, training_session
+from whitney_loop.local import serve
+from whitney_loop.transport import Transport
+
+CYCLES = 1
+SECOND_RUN = "never_saturates:opens_a_second_run"
+
+
+class Ends(Exception):
+    """An error that nobody foresaw."""
+
+
+@pytest.fixture
+def service(everything, tmp_path):
+    with serve(tmp_path / "storage") as running:
+        yield running
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """``ends({n: how})``: do ``how()`` at the n-th point, each exchange having one before and one after it."""
+    points = {}
+    seen = []
+    exchange = Transport.exchange
+
+    def point():
+        seen.append(None)
+        if len(seen) in points:
+            points[len(seen)]()
+
+    def exchanged(transport, *arguments, **options):
+        point()
+        try:
+            return exchange(transport, *arguments, **options)
+        finally:
+            point()
+
+    monkeypatch.setattr(Transport, "exchange", exchanged)
+
+    def arrange(what):
+        points.clear()
+        seen.clear()
+        points.update(what)
+        return seen
+
+    return arrange
+
+
+def raises(error):
+    def act():
+        raise error
+
+    return act
+
+
+def sends(number):
+    return lambda: signal.raise_signal(number)
+
+
+def check_the_end(code, summary, err, expected, sessions):
+    assert code == expected, err
+    assert left_open(sessions) == []
+    assert summary is None or summary["status"] == ("failed" if code == 1 else summary["status"])
+    if code == 0:
+        assert summary["status"] == "succeeded"
+    if code in (130, 143):
+        name = {130: "Ctrl-C", 143: "SIGTERM"}[code]
+        assert f"ended by {name}" in err and "Traceback" not in err
+        assert summary is None or summary["status"] == f"ended by {name}"
+    if code == 1:
+        assert "nobody foresaw" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "stride"),
+    [(raises(Ends("nobody foresaw")), 1, 1), (sends(signal.SIGINT), 130, 1), (sends(signal.SIGTERM), 143, 3)],
+    ids=["exception", "Ctrl-C", "SIGTERM"],
+)
+def test_before_and_after_every_exchange_an_end_leaves_nothing_open(loop, ends, service, everything, how, code, stride):
+    for n in range(1, count_points(loop, ends, service) + 1, stride):
+        ends({n: how})
+        check_the_end(*loop(service, service.base_url, CYCLES, build_loss=SECOND_RUN), code, everything())
+
+
+def count_points(loop, ends, service):
+    seen = ends({})
+    code, _, err = loop(service, service.base_url, CYCLES, build_loss=SECOND_RUN)
+    assert code == 0, err
+    assert len(seen) >= 2 * 14
+    return len(seen)
+
+
+def test_two_ends_at_any_two_points_leave_nothing_open_and_the_first_is_the_one_that_is_seen(
+    loop, ends, service, everything
+):
+    hows = [(raises(Ends("nobody foresaw")), 1), (sends(signal.SIGINT), 130), (sends(signal.SIGTERM), 143)]
+    total = count_points(loop, ends, service)
+    chance = random.Random(4)
+    for _ in range(50):
+        first, second = chance.randrange(1, total + 1), chance.randrange(1, 8)
+        (how, code), (again, _) = chance.choice(hows), chance.choice(hows[1:])
+        ends({first: how, first + second: again})
+        check_the_end(*loop(service, service.base_url, CYCLES, build_loss=SECOND_RUN), code, everything())
+
+
+def test_a_service_that_dies_at_any_exchange_is_reported_with_the_ids_and_the_command(loop, service, everything):
+    done = 0
+    for alive in range(40):
+        passed = []
+
+        def dead(method, path, passed=passed, alive=alive):
+            passed.append(path)
+            return len(passed) > alive
+
+        with FaultProxy(service.base_url, rate=1, kinds=["drop request"], only=dead) as proxy:
+            code, summary, err = loop(service, proxy.base_url, CYCLES, submit_timeout_s=0.02)
+        if code == 0:
+            done = alive
+            break
+        assert code == 1 and "Traceback" not in err
+        if summary:
+            for what in ("session_id", "run_id"):
+                assert (
+                    not summary[what]
+                    or f"may still be open: {what[:-3]} {summary[what]}" in err
+                    or is_ended(everything(), summary[what])
+                )
+            command = f"python -m whitney_loop close {summary['session_id']} --base-url {proxy.base_url}"
+            assert command in err
+        assert err.splitlines()[-1].startswith("error: no usable answer")
+    assert done >= 12
+
+
+def is_ended(sessions, identifier):
+    return any(
+        run["run_id"] == identifier and run["status"] in ("finished", "cancelled")
+        for session in sessions
+        for run in session["runs"]
+    )
+
+
+# Between any two lines
+
+
+class Interrupted:
+    """Raise KeyboardInterrupt when the n-th line of these files is about to run, for each n of ``numbers``."""
+
+    def __init__(self, numbers, files):
+        self.left, self.files = sorted(numbers), files
+        self.lines = 0
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.called)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self.before)
+
+    def called(self, frame, event, argument):
+        return self.traced if Path(frame.f_code.co_filename) in self.files else None
+
+    def traced(self, frame, event, argument):
+        if event == "line":
+            self.lines += 1
+            if self.left and self.lines == self.left[0]:
+                self.left.pop(0)
+                self.trace_again(frame)
+                raise KeyboardInterrupt
+        return self.traced
+
+    def trace_again(self, frame):
+        """Python ends the tracing where a tracer raises; where more is to come, the frames outside go on with it."""
+        # What is set here is unset by the raise, so the next call of anything starts it again by its profile.
+        if self.left:
+            sys.setprofile(self.resume)
+
+    def resume(self, frame, event, argument):
+        sys.setprofile(None)
+        sys.settrace(self.called)
+        while frame is not None:
+            frame.f_trace = self.called(frame, "call", None)
+            frame = frame.f_back
+
+
+def use(client, error):
+    with training_session(client, provider="modal") as session_id:
+        with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
+            client.run_operation(run_id, "save_weights_for_sampler", {})
+            if error:
+                raise error
+
+
+LIFECYCLE = {Path(lifecycle.__file__)}
+MANAGERS = LIFECYCLE | {Path(contextlib.__file__)}  # an interrupt between a manager's end of entry and its block
+
+
+def use_interrupted(client, error, numbers, files):
+    """Use, interrupted at these lines; how many lines there were, and how many interrupts."""
+    with Interrupted(numbers, files) as interrupted:
+        try:
+            use(client, error)
+        except KeyboardInterrupt:
+            pass
+        except Ends as raised:
+            assert raised is error
+    return interrupted.lines, len(numbers) - len(interrupted.left)
+
+
+@pytest.mark.parametrize("files", [LIFECYCLE, MANAGERS], ids=["lifecycle", "contextlib as well"])
+@pytest.mark.parametrize("error", [None, Ends("first")], ids=["ends well", "raises"])
+def test_an_interrupt_between_any_two_lines_of_the_lifecycles_leaves_nothing_open(service, everything, error, files):
+    client = WhitneyClient(service.base_url, service.api_key)
+    n = 1
+    while use_interrupted(client, error, [n], files)[1]:
+        assert left_open(everything()) == [], n
+        n += 1
+    assert n > 40
+
+
+def test_two_interrupts_between_any_lines_leave_nothing_open(service, everything):
+    client = WhitneyClient(service.base_url, service.api_key)
+    chance, twice = random.Random(5), 0
+    for _ in range(100):
+        first, error = chance.randrange(1, 60), chance.choice([None, Ends("first")])
+        second = first + chance.randrange(1, 30)
+        twice += use_interrupted(client, error, [first, second], LIFECYCLE)[1] == 2
+        assert left_open(everything()) == [], (first, second, error)
+    assert twice > 50
