@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
+from journal import JournalError, clear_the_way, kept_journal
 from whitney_loop import (
     LOSS_SUPPORT,
     ConfigurationError,
@@ -69,6 +70,8 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", help="the service to train on (default: WHITNEY_BASE_URL)")
     parser.add_argument("--local", action="store_true", help="rehearse on the embedded service, whatever is set")
     parser.add_argument("--storage", type=Path, help="folder of the embedded service (default: .whitney_local)")
+    parser.add_argument("--journal", type=Path, metavar="PATH", help="file to clean up by after a kill (default: none)")
+    parser.add_argument("--recover", action="store_true", help="first close what the journal of a killed loop names")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one operation (default: 3600)")
 
 
@@ -81,6 +84,8 @@ def checked_optimizer(options: argparse.Namespace, *counts: str) -> Payload:
         raise UsageError(f"--timeout is {options.timeout}, expected seconds above 0")
     if options.seed is not None and options.seed < 0:
         raise UsageError(f"--seed is {options.seed}, expected at least 0")
+    if options.recover and not options.journal:
+        raise UsageError("--recover needs --journal PATH")
     if is_embedded(options):
         options.model = options.model or EMBEDDED_MODEL
     if not options.model:
@@ -154,11 +159,17 @@ def open_run(
     client, provider = place.client, options.provider
     summary |= {"state_id": None, "artifact": None}
     client.require_operations(provider, operations)
-    with training_session(client, provider=provider) as session_id:
-        summary["session_id"] = session_id
+    with (
+        kept_journal(options.journal, client, embedded=place.embedded, provider=provider) as journal,
+        training_session(client, provider=provider, idempotency_key=journal.session_key) as session_id,
+    ):
+        journal.session_id = summary["session_id"] = session_id
+        journal.write(options.journal)
         new_run = lora_run(client, session_id, model=options.model, rank=options.lora_rank, seed=options.seed)
         with new_run as run_id, ExitStack() as resources:
             summary["run_id"] = run_id
+            journal.run_ids.append(run_id)
+            journal.write(options.journal)
             if note := client.run(run_id).get("note"):
                 say(note)
             yield LoopContext(client, run_id, "", provider, session_id, options.model, resources=resources)
@@ -194,6 +205,7 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
                 where = "the embedded service" if place.embedded else "the service of the base URL"
                 summary |= {"status": "failed", "where": where, "base_url": place.client.base_url}
                 summary |= {"provider": options.provider, "model": options.model, "session_id": None, "run_id": None}
+                clear_journal(options, place)
                 try:
                     code = train(place, summary)
                 finally:
@@ -217,6 +229,16 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
     if summary.get("session_id"):
         print(json.dumps(summary), flush=True)
     return code
+
+
+def clear_journal(options: argparse.Namespace, place: Place) -> None:
+    """See to what the journal of a killed loop names. Raises UsageError where it stands in the way."""
+    try:
+        found = clear_the_way(options.journal, place.client, recover=options.recover)
+    except JournalError as error:
+        raise UsageError(str(error)) from None
+    if found:
+        say(found)
 
 
 def show_error(error: Exception) -> str:

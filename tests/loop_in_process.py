@@ -15,12 +15,19 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # The reward hangs on every token and on the cycle: it never saturates, so every cycle makes a step.
 NEVER_SATURATES = """
-import zlib
+import shutil, zlib
 from whitney_loop import forward_backward_payload, group_mean_advantages, lora_run, rl_datum
 
 def opens_a_second_run(sample, cycle, request, ctx):
     if cycle == 0:
         ctx.resources.enter_context(lora_run(ctx.client, ctx.session_id, model=ctx.model, rank=1))
+    return build_loss(sample, cycle, request, ctx)
+
+def fails(sample, cycle, request, ctx):
+    raise LookupError("as it was told")
+
+def copies_the_journal(sample, cycle, request, ctx):
+    shutil.copy("journal.json", "copy.json")
     return build_loss(sample, cycle, request, ctx)
 
 def build_loss(sample, cycle, request, ctx):

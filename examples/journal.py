@@ -1,0 +1,145 @@
+"""``--journal PATH``: a small file by which a loop that was killed outright can be cleaned up after.
+
+It is written before the session is asked for, and removed once the session is closed. It holds no key. Every write
+replaces the file whole, so that it is never read half written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from whitney_loop import RequestRejected, WhitneyClient, WhitneyError
+from whitney_loop.lifecycle import close_everything
+
+_FORGOTTEN = frozenset({404, 410})  # the service has no such thing any more
+
+
+class JournalError(Exception):
+    """A journal that is in the way, or can not be used; the message says what it holds and what to do."""
+
+
+@dataclass
+class Journal:
+    """What was opened, and where. ``session_key`` is the Idempotency-Key that opens the session once only."""
+
+    base_url: str
+    embedded: bool
+    provider: str
+    session_key: str = field(default_factory=lambda: str(uuid.uuid4()))
+    session_id: str | None = None
+    run_ids: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        where = f"the embedded service at {self.base_url}" if self.embedded else self.base_url
+        session = f"session {self.session_id}" if self.session_id else "a session whose id had not come yet"
+        return f"{session}, {' and '.join(f'run {run_id}' for run_id in self.run_ids) or 'no run'}, on {where}"
+
+    def write(self, path: Path | None) -> None:
+        """Replace the file, or do nothing without one."""
+        if path is None:
+            return
+        draft = _draft_of(path)
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())  # it must outlive a loss of power
+        draft.replace(path)
+
+
+@contextmanager
+def kept_journal(path: Path | None, client: WhitneyClient, *, embedded: bool, provider: str) -> Iterator[Journal]:
+    """The journal of one session; its file is removed with the block where nothing is open any more."""
+    journal = Journal(client.base_url, embedded, provider)
+    journal.write(path)
+    error: BaseException | None = None
+    try:
+        yield journal
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if path is not None and _nothing_is_open(journal, client, error):
+            path.unlink(missing_ok=True)
+        error = None
+
+
+def clear_the_way(path: Path | None, client: WhitneyClient, *, recover: bool) -> str | None:
+    """Raise JournalError where a journal stands at ``path``; with ``recover``, close what it names and remove it.
+
+    What was found and done, to be said; None where there is no journal. Raises WhitneyError where closing fails; the
+    journal is kept then.
+    """
+    if path is None:
+        return None
+    if not path.exists():
+        _require_writable(path)
+        return None
+    journal = read_journal(path)
+    if journal.embedded:
+        path.unlink()
+        return f"journal {path}: {journal}, which ended with its process: there is nothing to recover"
+    if not recover:
+        raise JournalError(
+            f"--journal {path} is there already, of a loop that still runs or was killed: {journal}. If none runs, "
+            "start again with --recover, which cancels and closes that first"
+        )
+    if journal.base_url != client.base_url:
+        raise JournalError(
+            f"--journal {path} names {journal}; this loop trains on {client.base_url}, and its key is sent nowhere "
+            f"else. Recover with --base-url {journal.base_url}"
+        )
+    done = _recover(journal, client)
+    path.unlink()
+    return f"journal {path}: {journal}: {done}"
+
+
+def read_journal(path: Path) -> Journal:
+    """The journal in a file; JournalError where it is none."""
+    try:
+        journal = Journal(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise JournalError(f"--journal {path} is no journal of a loop ({error}); give another PATH") from None
+    texts = [journal.base_url, journal.provider, journal.session_key, journal.session_id or ""]
+    if not isinstance(journal.run_ids, list) or not all(isinstance(text, str) for text in texts + journal.run_ids):
+        raise JournalError(f"--journal {path} is no journal of a loop (a field is of another type); give another PATH")
+    return journal
+
+
+def _recover(journal: Journal, client: WhitneyClient) -> str:
+    """Cancel, poll and close; what was done."""
+    # Where the id never came: the same key gives the session that was opened with it, or opens one to be closed.
+    session_id = journal.session_id or client.create_session(journal.provider, idempotency_key=journal.session_key)
+    try:
+        cancelled = close_everything(client, session_id)
+    except RequestRejected as error:
+        if error.status not in _FORGOTTEN:
+            raise
+        return "the service knows no such session any more"
+    for run_id in journal.run_ids:
+        client.wait_until_terminal(run_id, timeout_s=client.submit_timeout_s)
+    return f"session {session_id} is closed; cancelled: {', '.join(cancelled) or 'no run'}"
+
+
+def _nothing_is_open(journal: Journal, client: WhitneyClient, error: BaseException | None) -> bool:
+    if journal.session_id is not None:
+        return journal.session_id in client.closed_sessions
+    was_refused = isinstance(error, WhitneyError) and error.outcome != "unknown"
+    return was_refused or bool(client.closed_sessions)
+
+
+def _require_writable(path: Path) -> None:
+    try:
+        _draft_of(path).touch()
+        _draft_of(path).unlink()
+    except OSError as error:
+        raise JournalError(f"--journal {path} can not be written: {error.strerror}") from None
+
+
+def _draft_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.draft")

@@ -1,0 +1,184 @@
+"""A loop that is killed outright, with nothing of its own left to run, is cleaned up after by its journal."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import uuid
+
+import pytest
+
+from fault_proxy import FaultProxy
+from loop_in_process import EXAMPLES, left_open
+from scripted_server import ScriptedServer
+from whitney_loop import WhitneyClient
+from whitney_loop.local import serve
+
+JOURNAL = ("--journal", "journal.json")
+RECOVER = (*JOURNAL, "--recover")
+KILLS = 30
+
+
+@pytest.fixture
+def service(everything, tmp_path):
+    with serve(tmp_path / "storage") as running:
+        yield running
+
+
+def start(folder, base_url, key, *arguments, cycles=2):
+    command = [sys.executable, str(EXAMPLES / "rl_loop.py"), "--build-loss", "never_saturates:opens_a_second_run"]
+    command += ["--model", "byte-lm", "--sample-json", "sample.json", "--lora-rank", "1", "--cycles", str(cycles)]
+    environment = os.environ | {"WHITNEY_BASE_URL": base_url, "WHITNEY_API_KEY": key}
+    return subprocess.Popen(
+        [*command, *arguments], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+class KilledAt:
+    """A process that is killed when its n-th request has come, which then is lost, or has its reply lost."""
+
+    def __init__(self, n):
+        self.n, self.process, self.started = n, None, threading.Event()
+        self.come = 0
+
+    def __call__(self, method, path):
+        self.started.wait(10)
+        self.come += 1
+        if self.come == self.n:
+            self.process.kill()
+        return self.come >= self.n
+
+
+def test_thirty_kills_at_random_points_leave_nothing_open_that_recovery_does_not_close(
+    loop, service, everything, tmp_path
+):
+    chance = random.Random(6)
+    found = 0
+    for kill in range(KILLS):
+        at = KilledAt(chance.randrange(1, 32))
+        kind = chance.choice(["drop request", "drop reply"])
+        with FaultProxy(service.base_url, rate=1, kinds=[kind], only=at) as proxy:
+            at.process = start(tmp_path, proxy.base_url, service.api_key, *JOURNAL)
+            at.started.set()
+            at.process.communicate(timeout=60)
+            assert at.process.returncode == -9
+            journal = tmp_path / "journal.json"
+            if left_open(everything()):
+                assert service.api_key not in journal.read_text()
+                found += 1
+            # The service lives on behind another address: that of the journal is the one that the user still gives.
+            if journal.exists():
+                journal.write_text(journal.read_text().replace(proxy.base_url, service.base_url))
+        code, _, err = loop(service, service.base_url, 1, *RECOVER, submit_timeout_s=5.0, exchange_timeout_s=5.0)
+        assert code == 0, err
+        assert left_open(everything()) == [], f"kill {kill}, at request {at.n}: {err}"
+        assert not journal.exists()
+    assert found > KILLS / 2
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
+def test_a_kill_at_any_moment_leaves_nothing_open_that_recovery_does_not_close(
+    loop, service, everything, tmp_path, delay
+):
+    process = start(tmp_path, service.base_url, service.api_key, *JOURNAL, cycles=1000)
+    threading.Event().wait(delay)
+    process.kill()
+    process.communicate(timeout=60)
+    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    assert code == 0, err
+    assert left_open(everything()) == []
+
+
+def test_a_clean_end_and_a_cleaned_up_failure_leave_no_journal(loop, service, tmp_path):
+    assert loop(service, service.base_url, 1, *JOURNAL)[0] == 0
+    assert not (tmp_path / "journal.json").exists()
+    assert loop(service, service.base_url, 1, *JOURNAL, build_loss="never_saturates:fails")[0] == 1
+    assert not (tmp_path / "journal.json").exists()
+
+
+def test_while_it_trains_the_journal_says_where_and_what_and_never_the_key(loop, service, tmp_path):
+    code, summary, _ = loop(service, service.base_url, 1, *JOURNAL, build_loss="never_saturates:copies_the_journal")
+    assert code == 0
+    text = (tmp_path / "copy.json").read_text()
+    journal = json.loads(text)
+    assert (journal["base_url"], journal["session_id"]) == (service.base_url, summary["session_id"])
+    assert journal["run_ids"] == [summary["run_id"]] and service.api_key not in text
+    assert sorted(path.name for path in tmp_path.iterdir() if "journal" in path.name) == []
+
+
+def test_a_session_that_could_not_be_closed_keeps_its_journal(loop, service, tmp_path):
+    with FaultProxy(service.base_url, rate=1, kinds=["503"], only=lambda _, path: path.endswith("/close")) as proxy:
+        assert loop(service, proxy.base_url, 1, *JOURNAL, submit_timeout_s=0.05)[0] == 1
+        journal = json.loads((tmp_path / "journal.json").read_text())
+    assert WhitneyClient(service.base_url, service.api_key).session(journal["session_id"])["status"] == "open"
+
+
+def left_by_a_kill(tmp_path, service, **fields):
+    client = WhitneyClient(service.base_url, service.api_key)
+    key = str(uuid.uuid4())
+    journal = {"base_url": service.base_url, "embedded": False, "provider": "modal", "session_key": key,
+               "session_id": client.create_session("modal", idempotency_key=key), "run_ids": []}  # fmt: skip
+    journal |= fields
+    (tmp_path / "journal.json").write_text(json.dumps(journal))
+    return client, journal
+
+
+def test_a_start_that_finds_a_journal_stops_and_says_what_it_found(loop, service, everything, tmp_path):
+    _, journal = left_by_a_kill(tmp_path, service)
+    code, summary, err = loop(service, service.base_url, 1, *JOURNAL)
+    assert (code, summary) == (2, None)
+    assert journal["session_id"] in err and service.base_url in err and "--recover" in err.splitlines()[-1]
+    assert len(everything()) == 1 and (tmp_path / "journal.json").exists()
+
+
+def test_a_session_whose_id_never_came_is_found_by_the_key_of_the_journal(loop, service, everything, tmp_path):
+    left_by_a_kill(tmp_path, service, session_id=None)
+    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    assert code == 0 and len(everything()) == 2 and left_open(everything()) == [], err
+
+
+def test_a_journal_of_another_service_is_not_recovered_here_and_no_key_goes_there(loop, service, tmp_path):
+    with ScriptedServer() as elsewhere:
+        left_by_a_kill(tmp_path, service, base_url=elsewhere.base_url)
+        code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    assert code == 2 and f"Recover with --base-url {elsewhere.base_url}" in err
+    assert elsewhere.requests == []
+
+
+def test_a_session_that_the_service_has_forgotten_is_nothing_to_close(loop, service, tmp_path):
+    left_by_a_kill(tmp_path, service, session_id="ses-unknown")
+    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    assert code == 0 and "knows no such session any more" in err
+
+
+def test_the_journal_of_an_embedded_service_has_nothing_to_recover(loop, service, tmp_path):
+    left_by_a_kill(tmp_path, service, embedded=True)
+    code, _, err = loop(service, service.base_url, 1, *JOURNAL)
+    assert code == 0 and "there is nothing to recover" in err
+
+
+def test_a_recovery_that_fails_keeps_the_journal(loop, service, tmp_path):
+    with FaultProxy(service.base_url, rate=1, kinds=["503"]) as proxy:
+        left_by_a_kill(tmp_path, service, base_url=proxy.base_url)
+        code, _, err = loop(service, proxy.base_url, 1, *RECOVER, submit_timeout_s=0.05)
+    assert code == 1 and "no usable answer" in err
+    assert (tmp_path / "journal.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"base_url": 1}', "[" * 100_000])
+def test_a_file_that_is_no_journal_is_left_alone(loop, service, tmp_path, text):
+    (tmp_path / "journal.json").write_text(text)
+    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    assert code == 2 and "is no journal of a loop" in err
+    assert (tmp_path / "journal.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--recover"], "--recover needs --journal"), (["--journal", "nowhere/x"], "can not be written: No such file")],
+)
+def test_a_journal_that_can_not_be_kept_is_refused(loop, service, everything, arguments, message):
+    code, _, err = loop(service, service.base_url, 1, *arguments)
+    assert code == 2 and message in err and everything() == []
