@@ -66,7 +66,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help=f"required away from the embedded service; on it {EMBEDDED_MODEL}")
     parser.add_argument("--lora-rank", type=int, default=32, help="default: 32")
     parser.add_argument("--learning-rate", type=float, default=1e-6, help="default: 1e-6")
-    parser.add_argument("--seed", type=int, help="of the run: adapter and sampling (default: the service draws one)")
+    parser.add_argument("--seed", type=int, help="of adapter, sampling and order of the data (default: drawn)")
     parser.add_argument("--base-url", help="the service to train on (default: WHITNEY_BASE_URL)")
     parser.add_argument("--local", action="store_true", help="rehearse on the embedded service, whatever is set")
     parser.add_argument("--storage", type=Path, help="folder of the embedded service (default: .whitney_local)")
@@ -150,7 +150,11 @@ def place_to_train(options: argparse.Namespace) -> Iterator[Place]:
 
 @contextmanager
 def open_run(
-    options: argparse.Namespace, place: Place, summary: Summary, operations: Collection[str]
+    options: argparse.Namespace,
+    place: Place,
+    summary: Summary,
+    operations: Collection[str],
+    resume_from: str | None = None,
 ) -> Iterator[LoopContext]:
     """A session and a LoRA run in it, once the service offers ``operations``; both ended with the block.
 
@@ -165,7 +169,14 @@ def open_run(
     ):
         journal.session_id = summary["session_id"] = session_id
         journal.write(options.journal)
-        new_run = lora_run(client, session_id, model=options.model, rank=options.lora_rank, seed=options.seed)
+        new_run = lora_run(
+            client,
+            session_id,
+            model=options.model,
+            rank=options.lora_rank,
+            seed=options.seed,
+            resume_from=resume_from,
+        )
         with new_run as run_id, ExitStack() as resources:
             summary["run_id"] = run_id
             journal.run_ids.append(run_id)
@@ -177,13 +188,52 @@ def open_run(
             summary["artifact"] = client.run_operation(run_id, "export_lora", {})
 
 
-def train_on(ctx: LoopContext, payload: Payload, optimizer: Payload, summary: Summary) -> dict[str, Any]:
-    """One forward_backward and one optim_step; the result of the first."""
+def train_on(
+    ctx: LoopContext, payload: Payload, optimizer: Payload, summary: Summary, max_datums: int | None = None
+) -> dict[str, Any]:
+    """One update: forward_backward, of at most ``max_datums`` data each, and one optim_step.
+
+    The result of the first as if it had been one, with the ``grad_norm`` of the second.
+    """
     check_payload(payload, ctx.provider)
-    backward = ctx.client.run_operation(ctx.run_id, "forward_backward", payload)
-    ctx.client.run_operation(ctx.run_id, "optim_step", {"optimizer": optimizer})
+    parts = split_payload(payload, max_datums)
+    pending = [ctx.client.submit_operation(ctx.run_id, "forward_backward", part) for part in parts]
+    # All must have succeeded before the step: it would apply the gradients of the others alone.
+    backward = merged_results([operation.result() for operation in pending], parts)
+    step = ctx.client.run_operation(ctx.run_id, "optim_step", {"optimizer": optimizer})
     summary["tokens_trained"] = summary.get("tokens_trained", 0) + trained_tokens(payload)
-    return backward
+    return backward | {"grad_norm": step.get("grad_norm")}
+
+
+def split_payload(payload: Payload, max_datums: int | None) -> list[Payload]:
+    """The payload in parts of at most ``max_datums`` data, in their order."""
+    data = payload["data"]
+    size = max_datums or len(data)
+    return [payload | {"data": data[start : start + size]} for start in range(0, len(data), size)]
+
+
+def merged_results(results: list[Payload], parts: list[Payload]) -> dict[str, Any]:
+    """The results of the parts of a payload as one: losses and sums added up, other metrics as the tokens' mean."""
+    if len(results) == 1:
+        return results[0]
+    merged: dict[str, Any] = {}
+    losses: list[Any] = [result.get("loss") for result in results]
+    if all(isinstance(loss, (int, float)) for loss in losses):
+        merged["loss"] = sum(losses)
+    outputs: list[Any] = [result.get("outputs") for result in results]
+    if all(isinstance(output, list) for output in outputs):
+        merged["outputs"] = [output for of_part in outputs for output in of_part]
+    tokens = [trained_tokens(part) for part in parts]
+    merged["metrics"] = {}
+    for name in results[0].get("metrics") or {}:
+        values: list[Any] = [(result.get("metrics") or {}).get(name) for result in results]
+        if all(isinstance(value, (int, float)) for value in values):
+            merged["metrics"][name] = sum(values) if name.endswith(":sum") else weighted_mean(values, tokens)
+    return merged
+
+
+def weighted_mean(values: list[float], weights: list[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1)
 
 
 def trained_tokens(payload: Payload) -> int:

@@ -1,7 +1,6 @@
 """The reference loop as its users run it: a process, with the service asked afterwards what it left behind."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -10,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from loop_process import GRPO, LOOP, REMOTE, ROOT, adapter_of, elsewhere, environment, loop, summary_of
 from scripted_server import ScriptedServer
 from whitney_loop import WhitneyClient
 from whitney_loop.local import serve
-
-ROOT = Path(__file__).parents[1]
-LOOP = ROOT / "examples" / "rl_loop.py"
-GRPO = "grpo_build_loss:build_loss"
 
 MINE = """
 import math, sys, time
@@ -104,30 +100,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def environment(**variables):
-    return {name: value for name, value in os.environ.items() if not name.startswith("WHITNEY_")} | variables
-
-
-def elsewhere(service):
-    """The environment of someone who trains away from the embedded service of the loop."""
-    return environment(WHITNEY_BASE_URL=service.base_url, WHITNEY_API_KEY=service.api_key)
-
-
-REMOTE = ["--model", "byte-lm", "--sample-json", str(ROOT / "examples" / "sample.json"), "--lora-rank", "4"]
-
-
-def loop(folder, *arguments, env=None):
-    command = [sys.executable, str(LOOP), *arguments]
-    env = environment() if env is None else env
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
-
-
-def summary_of(done):
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1, done.stdout + done.stderr
-    return json.loads(lines[0])
-
-
 def rewards_of(done):
     return [float(found) for found in re.findall(r"reward/mean (\S+)", done.stderr)]
 
@@ -152,6 +124,7 @@ def test_the_plain_command_trains_on_the_embedded_service_and_says_so(folder):
     done = loop(folder, "--build-loss", GRPO)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
+    assert re.fullmatch(r"seed (\d+) was drawn: --seed \1 repeats this run", lines.pop(1))
     assert lines[0].startswith("training on the embedded service at http://127.0.0.1:")
     assert re.fullmatch(r"cycle 0  version 0  reward/mean \S+  loss \S+  tokens \d+  \d+\.\d\d s", lines[1]) and lines[
         2
@@ -174,8 +147,7 @@ def test_the_plain_command_trains_on_the_embedded_service_and_says_so(folder):
 def test_the_same_seed_gives_the_same_adapter(folder):
     def adapter(seed, storage):
         arguments = ("--learning-rate", "0.1", "--seed", seed, "--storage", storage)
-        summary = summary_of(loop(folder, "--build-loss", GRPO, *arguments))
-        return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
+        return adapter_of(summary_of(loop(folder, "--build-loss", GRPO, *arguments)))
 
     assert adapter("7", "one") == adapter("7", "two") != adapter("8", "three")
 
@@ -194,7 +166,17 @@ def test_adding_local_to_the_command_of_a_real_run_rehearses_it(folder):
     request = json.loads((ROOT / "examples" / "sample.json").read_text())
     request["prompt"]["token_ids"] = [151644, 872, 198, 9906]
     (folder / "real.json").write_text(json.dumps(request))
-    arguments = ["--build-loss", GRPO, "--model", "Qwen/Qwen3.5-0.8B", "--sample-json", "real.json", "--local"]
+    arguments = [
+        "--build-loss",
+        GRPO,
+        "--model",
+        "Qwen/Qwen3.5-0.8B",
+        "--sample-json",
+        "real.json",
+        "--local",
+        "--seed",
+        "1",
+    ]
     real = environment(WHITNEY_BASE_URL="https://whitney.invalid", WHITNEY_API_KEY="real")
     done = loop(folder, *arguments, env=real)
     assert done.returncode == 0, done.stderr
@@ -218,7 +200,7 @@ def test_a_build_loss_may_use_its_context(folder):
 
 
 def test_a_cycle_without_signal_is_skipped_and_said(folder, service, client):
-    done = loop(folder, "--build-loss", "mine:skips_once", *REMOTE, env=elsewhere(service))
+    done = loop(folder, "--build-loss", "mine:skips_once", "--seed", "1", *REMOTE, env=elsewhere(service))
     assert done.returncode == 0
     skipped = r"cycle 0  version 0  reward/mean 0  skipped: all rewards are 0  tokens \d+  \S+ s"
     assert re.fullmatch(skipped, done.stderr.splitlines()[1])
@@ -251,7 +233,7 @@ def test_a_build_loss_that_exits_has_failed(folder, service, client):
 
 
 def test_what_a_build_loss_does_to_request_and_metrics_stays_its_own(folder):
-    done = loop(folder, "--build-loss", "mine:meddles")
+    done = loop(folder, "--build-loss", "mine:meddles", "--seed", "1")
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[2].startswith("cycle 1  version 1  loss two lines  cycle 77  reward/mean ")
 
@@ -370,6 +352,9 @@ def test_a_build_loss_that_can_not_be_used_is_one_line_and_nothing_is_created(fo
         (["--sample-json", "deep.json"], {}, "--sample-json deep.json"),
         (["--cycles", "0"], {}, "--cycles is 0, expected at least 1"),
         (["--updates", "-1"], {}, "--updates is -1"),
+        (["--batch-size", "2"], {}, "--batch-size is 2, but"),
+        (["--batch-size", "0"], {}, "--batch-size is 0"),
+        (["--max-datums", "0"], {}, "--max-datums is 0"),
         (["--lora-rank", "0"], {}, "--lora-rank is 0"),
         (["--timeout", "nan"], {}, "--timeout is nan"),
         (["--seed", "-1"], {}, "--seed is -1"),

@@ -41,7 +41,7 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
         advantages = group_mean_advantages(rewards, normalize_std=True)
         if not all_zero(advantages):
             break
-    ctx.metrics |= {"reward/mean": sum(rewards) / len(rewards), "resamples": resample}
+    ctx.metrics |= {"reward": rewards, "resamples": resample}
     if all_zero(advantages):
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
     on_tinker = ctx.provider == "tinker"  # which takes the clip range per token; Modal takes it in loss_config

@@ -31,7 +31,7 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     prompt = request["prompt"]["token_ids"]
     sequences = sample["sequences"]
     rewards = [reward(sequence["tokens"]) for sequence in sequences]
-    ctx.metrics["reward/mean"] = sum(rewards) / len(rewards)
+    ctx.metrics["reward"] = rewards
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")

@@ -42,7 +42,7 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     prompt = request["prompt"]["token_ids"]
     sequences = sample["sequences"]
     rewards = [reward(sequence["tokens"]) for sequence in sequences]
-    ctx.metrics["reward/mean"] = sum(rewards) / len(rewards)
+    ctx.metrics["reward"] = rewards
     sequences = [sequence for sequence in sequences if sequence["tokens"]]
     if not sequences:
         raise NoGradientSignal("every completion is empty")

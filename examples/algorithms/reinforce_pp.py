@@ -1,9 +1,10 @@
 """REINFORCE++ with baseline: the KL to the reference shapes the return, and the batch is the normaliser.
 
 A_t = (reward − group mean) − KL_COEF·Σ_{u≥t} (sampled logprob − reference logprob), then mean 0 and deviation 1 over
-all tokens of the batch, under PPO's surrogate. The reference is the sampler of cycle 0, which a service keeps as long
-as the run; each completion costs a ``logprobs``. A batch here is one group: where its rewards are equal the cycle is
-skipped, since normalising would blow the penalty up into the only signal.
+all tokens of the batch, under PPO's surrogate. The batch is all groups of a cycle (``--batch-size``), so the loop calls
+``build_batch_loss``. The reference is the sampler of cycle 0, which a service keeps as long as the run; each completion
+costs a ``logprobs``. A group whose rewards are equal is left out, since where nothing else is there normalising would
+blow the penalty up into the only signal.
 REINFORCE++, arXiv 2501.03262. Modal and Tinker. Updates: several (``--updates 4``). Knobs: the clip range, KL_COEF.
 """
 
@@ -34,26 +35,38 @@ def reward(tokens: list[int]) -> float:
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    prompt = request["prompt"]["token_ids"]
-    sequences = sample["sequences"]
-    rewards = [reward(sequence["tokens"]) for sequence in sequences]
-    ctx.metrics["reward/mean"] = sum(rewards) / len(rewards)
-    centered = group_mean_advantages(rewards)
-    if all_zero(centered):
-        raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
+    """A batch of one group."""
+    return build_batch_loss([sample], cycle, [request], ctx)
+
+
+def build_batch_loss(
+    samples: list[dict[str, Any]], cycle: int, requests: list[dict[str, Any]], ctx: LoopContext
+) -> dict[str, Any]:
     reference = ctx.state.setdefault("reference", ctx.sampler_id)
-    returns = []
-    for sequence, advantage in zip(sequences, centered, strict=True):
-        asked = logprobs_request(prompt + sequence["tokens"])
-        answer = ctx.client.sampler_operation(ctx.run_id, reference, "logprobs", asked)
-        reference_logprobs = completion_logprobs(answer, prompt)
-        returns.append(kl_shaped_returns(advantage, sequence["logprobs"], reference_logprobs, kl_coef=KL_COEF))
-    advantages = batch_normalize(returns)
+    ctx.metrics["reward"] = []
+    completions, returns, uniform = [], [], 0
+    for sample, request in zip(samples, requests, strict=True):
+        prompt = request["prompt"]["token_ids"]
+        rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
+        ctx.metrics["reward"] += rewards
+        centered = group_mean_advantages(rewards)
+        if all_zero(centered):
+            uniform += 1
+            continue
+        for sequence, advantage in zip(sample["sequences"], centered, strict=True):
+            asked = logprobs_request(prompt + sequence["tokens"])
+            answer = ctx.client.sampler_operation(ctx.run_id, reference, "logprobs", asked)
+            reference_logprobs = completion_logprobs(answer, prompt)
+            returns.append(kl_shaped_returns(advantage, sequence["logprobs"], reference_logprobs, kl_coef=KL_COEF))
+            completions.append((prompt, sequence))
+    ctx.metrics["groups/uniform_frac"] = uniform / len(samples)
+    if not completions:
+        raise NoGradientSignal("every group has one reward for all its completions")
     on_tinker = ctx.provider == "tinker"  # which takes the clip range per token; Modal takes it in loss_config
     clip = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH} if on_tinker else {}
     config = {} if on_tinker else {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
     data = [
         rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage, **clip)
-        for sequence, advantage in zip(sequences, advantages, strict=True)
+        for (prompt, sequence), advantage in zip(completions, batch_normalize(returns), strict=True)
     ]
     return forward_backward_payload(data, LOSS_FUNCTION, config)
