@@ -30,12 +30,14 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     prompt_tokens = request["prompt"]["token_ids"]
     sequences = sample["sequences"]
     rewards = [reward(sequence["tokens"]) for sequence in sequences]
-    ctx.metrics["reward"] = rewards
+    ctx.metrics["reward/mean"] = sum(rewards) / len(rewards)
+    ctx.metrics["reward"] = rewards  # of these the loop tells the deviation too, over all groups of a cycle
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
     data = [
         rl_datum(prompt_tokens, sequence["tokens"], sequence["logprobs"], advantage)
         for sequence, advantage in zip(sequences, advantages, strict=True)
+        if sequence["tokens"]  # an empty completion has no term
     ]
     return forward_backward_payload(data, LOSS_FUNCTION)

@@ -23,6 +23,7 @@ class UserLoss:
     build_loss: Callable[..., Any]
     build_batch_loss: Callable[..., Any] | None  # of the same module; called instead where it is there
     loss_function: str | None  # what the module says that it uses
+    operations: tuple[str, ...]  # what it asks the service for beside the loop's own
 
 
 @dataclass
@@ -38,7 +39,8 @@ class Built:
 def load_build_loss(spec: str, provider: str) -> UserLoss:
     """The callable that ``MODULE:CALLABLE`` names, from the current folder or from this one.
 
-    Where its module says ``LOSS_FUNCTION``, the provider must have that loss: no session is opened otherwise.
+    Where its module says ``LOSS_FUNCTION``, the provider must have that loss, and where it says ``OPERATIONS`` the
+    service must offer them: no session is opened otherwise.
     """
     if (here := str(Path.cwd())) not in sys.path[:1]:
         sys.path.insert(0, here)
@@ -64,7 +66,7 @@ def load_build_loss(spec: str, provider: str) -> UserLoss:
             require_advertised_loss(provider, loss_function)
         except ValueError as error:
             raise UsageError(f"--build-loss: {module_name}.LOSS_FUNCTION: {error}") from None
-    return UserLoss(build_loss, build_batch_loss, loss_function)
+    return UserLoss(build_loss, build_batch_loss, loss_function, tuple(getattr(module, "OPERATIONS", ())))
 
 
 def build(loss: UserLoss, samples: list[Payload], cycle: int, requests: list[Payload], ctx: LoopContext) -> Built:

@@ -102,7 +102,7 @@ def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Pla
         say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
     if plan.loss.build_batch_loss is not None:
         say(f"build_batch_loss of {options.build_loss.partition(':')[0]} is called once a cycle, for all requests")
-    with open_run(options, place, summary, NEEDED_OPERATIONS) as ctx:
+    with open_run(options, place, summary, [*NEEDED_OPERATIONS, *plan.loss.operations]) as ctx:
         for cycle in range(options.cycles):
             train_one_cycle(cycle, ctx, plan, options, summary)
     if not summary["cycles_done"]:

@@ -119,6 +119,23 @@ def context(provider):
     )  # fmt: skip
 
 
+def test_an_empty_completion_has_no_term_even_after_a_prompt_of_one_token(monkeypatch):
+    answers = {(7, 5, 6): [0.5, 0.25], (7, 5): [0.5], (7,): []}
+    for name, provider in PROVIDERS:
+        module = importlib.import_module(f"algorithms.{name}")
+        monkeypatch.setattr(module, "reward", lambda tokens: float(len(tokens)))
+        ctx = context(provider)
+        ctx.client.sampler_operation = lambda run, sampler, kind, payload: {
+            "logprobs": [None, *answers[tuple(payload["input"]["token_ids"])]]
+        }
+        ctx.client.run_operation = lambda run, kind, payload: {"outputs": [{"values": [0.5, 0.25]}, {"values": [0.5]}]}
+        sequences = [{"tokens": tokens, "logprobs": [-1.0] * len(tokens)} for tokens in ([5, 6], [], [5])]
+        request = {"prompt": {"token_ids": [7]}, "num_samples": 3, "sampling_params": {"max_tokens": 2}}
+        payload = module.build_loss({"sequences": sequences}, 0, request, ctx)
+        check_payload(payload, provider)
+        assert [datum["input"]["token_ids"] for datum in payload["data"]] == [[7, 5], [7]], name
+
+
 def build(name, provider, monkeypatch, rewards=REWARDS, ctx=None):
     module = importlib.import_module(f"algorithms.{name}")
     table = {tuple(tokens): reward for tokens, reward in zip(TOKENS, rewards, strict=True)}
@@ -168,9 +185,11 @@ def test_a_uniform_group_has_no_gradient_signal(name, provider, monkeypatch):
 @pytest.mark.parametrize("name", ["grpo_kl", "reinforce_pp"])
 def test_the_reference_is_the_sampler_of_cycle_0(name, monkeypatch):
     ctx = context("modal")
-    build(name, "modal", monkeypatch, ctx=ctx)
-    ctx.sampler_id = "smp-1"
-    build(name, "modal", monkeypatch, ctx=ctx)
+    with pytest.raises(NoGradientSignal):  # also where cycle 0 has no signal
+        build(name, "modal", monkeypatch, rewards=[1.0, 1.0, 1.0], ctx=ctx)
+    for sampler_id in ("smp-1", "smp-2"):
+        ctx.sampler_id = sampler_id
+        build(name, "modal", monkeypatch, ctx=ctx)
     assert ctx.client.asked == [("logprobs", "run-1", "smp-0")] * 6
 
 
@@ -207,6 +226,38 @@ def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of
     assert request["sampling_params"] == {"max_tokens": 3}
 
 
+@pytest.mark.parametrize("own_seed", [None, 0, 1, 5])
+def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed, monkeypatch):
+    module = importlib.import_module("algorithms.dapo")
+    monkeypatch.setattr(module, "reward", lambda tokens: float(tokens[0]))
+    ctx, asked = context("modal"), []
+
+    def sample_again(run_id, sampler_id, kind, payload):
+        asked.append((run_id, sampler_id, kind, payload["sampling_params"]["seed"]))
+        return {"sequences": [{"tokens": [token], "logprobs": [-0.5]} for token in (3, 4)]}
+
+    ctx.client.sampler_operation = sample_again
+    seed = {} if own_seed is None else {"seed": own_seed}
+    request = {"prompt": {"token_ids": PROMPT}, "num_samples": 2, "sampling_params": {"max_tokens": 3, **seed}}
+    uniform = {"sequences": [{"tokens": [9], "logprobs": [-1.0]}] * 2}
+    payload = module.build_loss(uniform, 0, request, ctx)
+    assert [datum["loss_inputs"]["target_tokens"]["values"][-1] for datum in payload["data"]] == [3, 4]
+    assert [datum["loss_inputs"]["advantages"]["values"][-1] for datum in payload["data"]] == [-1.0, 1.0]
+    assert [call[:3] for call in asked] == [("run-1", "smp-0", "sample")]
+    assert asked[0][3] != own_seed
+
+
+def test_a_critic_that_tells_no_two_tokens_apart_gives_no_signal(monkeypatch):
+    module = importlib.import_module("algorithms.ppo_critic")
+    monkeypatch.setattr(module, "reward", lambda tokens: 1.0)
+    ctx = context("modal")
+    ctx.client.run_operation = lambda run, kind, payload: {"outputs": [{"values": [0.0, 0.5]}] * 2}
+    sequences = [{"tokens": [3], "logprobs": [-1.0]}] * 2
+    request = {"prompt": {"token_ids": PROMPT}, "num_samples": 2, "sampling_params": {"max_tokens": 1}}
+    with pytest.raises(NoGradientSignal):
+        module.build_loss({"sequences": sequences}, 0, request, ctx)
+
+
 ONE_PROVIDER = [name for name in FILES if [file for file, _ in PROVIDERS].count(name) == 1]
 
 
@@ -224,8 +275,8 @@ def test_the_provider_that_can_not_represent_the_loss_is_refused_before_anything
 # Shown to learn: the command of the issue, as a process.
 
 
-def trained(name, provider, seed, folder):
-    """(rewards of all cycles, clip fractions, bytes of the adapter)"""
+def trained(name, provider, seed, rank, folder):
+    """(rewards of all cycles, clip fractions, bytes of the adapter); the time goes with the rank, the learning not."""
     arguments = [
         "--build-loss",
         f"algorithms.{name}:build_loss",
@@ -236,6 +287,7 @@ def trained(name, provider, seed, folder):
         "--local",
     ]
     arguments += ["--cycles", "40", "--learning-rate", "0.1", "--updates", str(UPDATES[name])]
+    arguments += ["--lora-rank", str(rank)]
     command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -254,7 +306,7 @@ def train_all(jobs, tmp_path_factory):
 
 
 def assert_learned(results):
-    for (name, provider, seed), (rewards, clip_fractions, _) in results.items():
+    for (name, provider, seed, _), (rewards, clip_fractions, _) in results.items():
         assert len(rewards) == 40
         gain = sum(rewards[-5:]) / 5 - rewards[0]
         assert gain >= 0.3, f"{name} on {provider}, seed {seed}: gained {gain:.3f}"
@@ -264,7 +316,7 @@ def assert_learned(results):
 
 @pytest.mark.learns
 def test_every_file_learns_and_no_two_end_with_the_same_adapter(tmp_path_factory):
-    jobs = [(name, next(provider for file, provider in PROVIDERS if file == name), 1) for name in FILES]
+    jobs = [(name, next(provider for file, provider in PROVIDERS if file == name), 1, 8) for name in FILES]
     results = train_all(jobs, tmp_path_factory)
     assert_learned(results)
     assert len({adapter for _, _, adapter in results.values()}) == len(FILES)
@@ -273,12 +325,12 @@ def test_every_file_learns_and_no_two_end_with_the_same_adapter(tmp_path_factory
 @pytest.mark.learns
 @pytest.mark.slow
 def test_every_file_learns_on_every_provider_for_every_seed(tmp_path_factory):
-    jobs = [(name, provider, seed) for name, provider in PROVIDERS for seed in (1, 2, 3)]
+    jobs = [(name, provider, seed, 32) for name, provider in PROVIDERS for seed in (1, 2, 3)]
     results = train_all(jobs, tmp_path_factory)
     assert_learned(results)
     for seed in (1, 2, 3):
-        adapters = [results[name, provider, seed][2] for name, provider in PROVIDERS if provider == "modal"]
-        assert len(set(adapters)) == len(adapters)
+        adapters = {name: results[name, provider, seed, 32][2] for name, provider in PROVIDERS}
+        assert len(set(adapters.values())) == len(FILES)
 
 
 def test_a_file_leaves_no_run_open_beside_its_own(tmp_path):

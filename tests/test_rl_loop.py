@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loop_process import GRPO, LOOP, REMOTE, ROOT, adapter_of, elsewhere, environment, loop, summary_of
-from scripted_server import ScriptedServer
+from scripted_server import ScriptedServer, reply
 from whitney_loop import WhitneyClient
 from whitney_loop.local import serve
 
@@ -373,6 +373,16 @@ def test_what_can_not_be_run_is_refused_with_the_reason_before_anything_is_creat
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert not (folder / ".whitney_local").exists()
+
+
+def test_operations_that_a_module_needs_are_asked_for_before_a_session_exists(folder):
+    (folder / "needy.py").write_text('OPERATIONS = ("teleport",)\ndef build_loss(*_): pass\n')
+    offered = ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]
+    with ScriptedServer(reply({"operations": offered})) as server:
+        env = environment(WHITNEY_BASE_URL=server.base_url, WHITNEY_API_KEY="k")
+        done = loop(folder, "--build-loss", "needy:build_loss", *REMOTE, env=env)
+    assert done.returncode == 1 and "does not offer teleport for modal" in done.stderr
+    assert [request.method for request in server.requests] == ["GET"]
 
 
 def test_a_key_that_is_refused_is_one_line(folder, service):

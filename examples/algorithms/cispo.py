@@ -40,5 +40,6 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     data = [
         rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage, **clip)
         for sequence, advantage in zip(sequences, advantages, strict=True)
+        if sequence["tokens"]  # an empty completion has no term
     ]
     return forward_backward_payload(data, LOSS_FUNCTION, config)

@@ -21,6 +21,7 @@ from whitney_loop import (
 LOSS_FUNCTION = "ppo"
 CLIP_LOW, CLIP_HIGH = 0.8, 1.28  # probability ratios
 MOST_RESAMPLES = 2
+SEED_STRIDE = 1_000_003  # far from the seeds that people count up, so that no resample repeats a sample
 VOWELS = frozenset(b"aeiou")
 
 
@@ -33,8 +34,9 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     prompt = request["prompt"]["token_ids"]
     for resample in range(MOST_RESAMPLES + 1):
         if resample:
-            params = request["sampling_params"] | {"seed": cycle * MOST_RESAMPLES + resample}
-            again = request | {"sampling_params": params}
+            params = request["sampling_params"]
+            seed = params.get("seed", cycle) + resample * SEED_STRIDE
+            again = request | {"sampling_params": params | {"seed": seed}}
             sample = ctx.client.sampler_operation(ctx.run_id, ctx.sampler_id, "sample", again)
         sequences = result_sequences(sample)
         rewards = [reward(sequence["tokens"]) for sequence in sequences]
@@ -50,5 +52,6 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     data = [
         rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage, **clip)
         for sequence, advantage in zip(sequences, advantages, strict=True)
+        if sequence["tokens"]  # an empty completion has no term
     ]
     return forward_backward_payload(data, LOSS_FUNCTION, config)

@@ -2,6 +2,7 @@
 
 A_t = (reward − group mean) / group deviation − KL_COEF·(sampled logprob − reference logprob), under PPO's surrogate.
 The reference is the sampler of cycle 0, which a service keeps as long as the run; each completion costs a ``logprobs``.
+A group whose rewards are equal is skipped, although its penalty alone has a gradient: it would only pull back.
 GRPO, arXiv 2402.03300 (there the penalty stands in the loss, with another estimate of the same KL). Modal and Tinker.
 Updates: several (``--updates 4``). Knobs: the clip range, KL_COEF.
 """
@@ -21,6 +22,7 @@ from whitney_loop import (
 )
 
 LOSS_FUNCTION = "ppo"
+OPERATIONS = ("logprobs",)  # beside the loop's own: a service without them is refused before a session exists
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
 KL_COEF = 0.05
 VOWELS = frozenset(b"aeiou")
@@ -32,6 +34,7 @@ def reward(tokens: list[int]) -> float:
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
+    reference = ctx.state.setdefault("reference", ctx.sampler_id)
     prompt = request["prompt"]["token_ids"]
     sequences = sample["sequences"]
     rewards = [reward(sequence["tokens"]) for sequence in sequences]
@@ -39,13 +42,14 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
-    reference = ctx.state.setdefault("reference", ctx.sampler_id)
     on_tinker = ctx.provider == "tinker"  # which takes the clip range per token; Modal takes it in loss_config
     clip = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH} if on_tinker else {}
     config = {} if on_tinker else {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
     data = []
     for sequence, advantage in zip(sequences, advantages, strict=True):
         tokens, logprobs = sequence["tokens"], sequence["logprobs"]
+        if not tokens:
+            continue  # an empty completion has no term
         asked = logprobs_request(prompt + tokens)
         answer = ctx.client.sampler_operation(ctx.run_id, reference, "logprobs", asked)
         penalised = kl_adjust_advantages(

@@ -39,6 +39,6 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     data = [
         rl_datum(prompt, tokens, sequence["logprobs"], length_normalize(advantage, len(tokens)))
         for sequence, advantage in zip(sequences, advantages, strict=True)
-        if (tokens := sequence["tokens"])
+        if (tokens := sequence["tokens"])  # an empty completion has no term
     ]
     return forward_backward_payload(data, LOSS_FUNCTION, config)

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate on group-relative advantages: GRPO as its paper optimises it.
+"""PPO's clipped surrogate on group-relative advantages: GRPO without length normalisation and KL term.
 
 −Σ min(r·A, clip(r)·A) with r = exp(logprob − sampled logprob), A = (reward − group mean) / group deviation.
 PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300. Modal and Tinker. Updates: several (``--updates 4``); the clip acts
@@ -40,5 +40,6 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     data = [
         rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage, **clip)
         for sequence, advantage in zip(sequences, advantages, strict=True)
+        if sequence["tokens"]  # an empty completion has no term
     ]
     return forward_backward_payload(data, LOSS_FUNCTION, config)

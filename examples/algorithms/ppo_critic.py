@@ -13,6 +13,7 @@ from whitney_loop import (
     LoopContext,
     NoGradientSignal,
     adamw_optimizer,
+    all_zero,
     batch_normalize,
     check_payload,
     completion_values,
@@ -26,9 +27,10 @@ from whitney_loop import (
 
 LOSS_FUNCTION = "ppo_critic"  # of the critic: the loop refuses a provider without it
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
+OPERATIONS = ("forward",)  # beside the loop's own: a service without them is refused before a session exists
 VALUE_CLIP = 0.2
 GAMMA, GAE_LAMBDA = 1.0, 0.95
-CRITIC_OPTIMIZER = {"optimizer": adamw_optimizer(0.1)}
+CRITIC_OPTIMIZER = {"optimizer": adamw_optimizer(0.1)}  # for the embedded model; 1e-5 is a start for a real one
 CRITIC_RANK = 8
 VOWELS = frozenset(b"aeiou")
 
@@ -51,7 +53,8 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
         ctx.state["critic"] = ctx.resources.enter_context(run)
     critic = ctx.state["critic"]
     asked = forward_backward_payload([sft_datum(prompt, s["tokens"]) for s in sequences], "ppo_critic")
-    outputs = ctx.client.run_operation(critic, "forward", asked)["outputs"]
+    check_payload(asked, ctx.provider, kind="forward")
+    outputs = ctx.client.run_operation(critic, "forward", asked).get("outputs") or []
     critic_data, advantages = [], []
     for sequence, output in zip(sequences, outputs, strict=True):
         tokens, values = sequence["tokens"], completion_values(output, prompt)
@@ -63,9 +66,12 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     check_payload(critic_payload, ctx.provider)
     ctx.metrics["critic/loss"] = ctx.client.run_operation(critic, "forward_backward", critic_payload).get("loss")
     ctx.client.run_operation(critic, "optim_step", CRITIC_OPTIMIZER)
+    normalized = batch_normalize(advantages)
+    if all(map(all_zero, normalized)):
+        raise NoGradientSignal("every token has the same advantage")
     data = [
         rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage)
-        for sequence, advantage in zip(sequences, batch_normalize(advantages), strict=True)
+        for sequence, advantage in zip(sequences, normalized, strict=True)
     ]
     config = {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
     return forward_backward_payload(data, "ppo", config)

@@ -24,6 +24,7 @@ from whitney_loop import (
 )
 
 LOSS_FUNCTION = "ppo"
+OPERATIONS = ("logprobs",)  # beside the loop's own: a service without them is refused before a session exists
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
 KL_COEF = 0.01
 VOWELS = frozenset(b"aeiou")
@@ -54,6 +55,8 @@ def build_batch_loss(
             uniform += 1
             continue
         for sequence, advantage in zip(sample["sequences"], centered, strict=True):
+            if not sequence["tokens"]:
+                continue  # an empty completion has no term
             asked = logprobs_request(prompt + sequence["tokens"])
             answer = ctx.client.sampler_operation(ctx.run_id, reference, "logprobs", asked)
             reference_logprobs = completion_logprobs(answer, prompt)
