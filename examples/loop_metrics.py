@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Metrics = dict[str, Any]
@@ -52,9 +52,9 @@ def loss_metrics(payload: Mapping[str, Any], result: Mapping[str, Any]) -> Metri
     returned = result.get("metrics")
     returned = returned if isinstance(returned, dict) else {}
     metrics: Metrics = {"loss/sum": result.get("loss", returned.get("loss:sum"))}
-    if pairs := list(logprob_pairs(payload, result)):
-        metrics |= ratio_metrics([pair for datum in pairs for pair in datum])
-    metrics |= {"clip_frac": returned.get("clip_frac"), "optim/grad_norm": result.get("grad_norm")}
+    metrics |= ratio_metrics([pair for datum in logprob_pairs(payload, result) for pair in datum])
+    clip_frac = returned["clip_frac"] if "clip_frac" in returned else clipped_fraction(payload, result)
+    metrics |= {"clip_frac": clip_frac, "optim/grad_norm": result.get("grad_norm")}
     metrics |= {f"provider/{name}": value for name, value in returned.items()}
     return {name: value for name, value in metrics.items() if value is not None}
 
@@ -70,11 +70,35 @@ def ratio_metrics(pairs: Sequence[tuple[float, float]]) -> Metrics:
     gaps = [min(max(p - q, -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO) for p, q in pairs]
     ratios = [math.exp(gap) for gap in gaps]
     return {
-        "kl/k1": -_mean(gaps),
+        "kl/k1": _mean(0.0 - gap for gap in gaps),  # 0.0, not −0.0, where there is none
         "kl/k3": _mean(ratio - 1 - gap for ratio, gap in zip(ratios, gaps, strict=True)),
         "ratio/max": max(ratios),
         "ess": sum(ratios) ** 2 / (len(ratios) * sum(ratio * ratio for ratio in ratios)),
     }
+
+
+def clipped_fraction(payload: Mapping[str, Any], result: Mapping[str, Any]) -> float | None:
+    """The share of tokens whose ratio is outside of the clip range; None where the loss clips no single token's."""
+    if payload["loss_function"] not in ("ppo", "cispo"):
+        return None
+    outside: list[bool] = []
+    per_datum = logprob_pairs(payload, result)
+    for datum, pairs in zip(payload["data"] if per_datum else [], per_datum, strict=True):
+        low, high = (_thresholds(payload, datum, name) for name in ("clip_low_threshold", "clip_high_threshold"))
+        if low is None or high is None:
+            return None
+        limits = zip(pairs, low, high, strict=True)
+        outside += [not a <= math.exp(min(p - q, LARGEST_LOG_RATIO)) <= b for (p, q), a, b in limits]
+    return _mean(outside) if outside else None
+
+
+def _thresholds(payload: Mapping[str, Any], datum: Mapping[str, Any], name: str) -> list[float] | None:
+    """One per token with a weight, from the datum's tensor (Tinker) or the configuration (Modal)."""
+    weights, tensor = datum["loss_inputs"]["weights"]["values"], datum["loss_inputs"].get(name)
+    if tensor is None and name not in payload["loss_config"]:
+        return None
+    values = tensor["values"] if tensor is not None else [payload["loss_config"][name]] * len(weights)
+    return [value for value, weight in zip(values, weights, strict=True) if weight]
 
 
 def largest_gap(payload: Mapping[str, Any], result: Mapping[str, Any]) -> float | None:
@@ -82,17 +106,22 @@ def largest_gap(payload: Mapping[str, Any], result: Mapping[str, Any]) -> float 
     return max((_mean(abs(p - q) for p, q in datum) for datum in logprob_pairs(payload, result) if datum), default=None)
 
 
-def logprob_pairs(payload: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[list[tuple[float, float]]]:
-    """(p, q) of each token with a weight, a list per datum; nothing where the service gave no outputs, or others."""
+def logprob_pairs(payload: Mapping[str, Any], result: Mapping[str, Any]) -> list[list[tuple[float, float]]]:
+    """(p, q) of each token with a weight, a list per datum; empty where the service gave no outputs, or others."""
     outputs = result.get("outputs")
     if not isinstance(outputs, list) or len(outputs) != len(payload["data"]):
-        return
+        return []
+    pairs = []
     for datum, output in zip(payload["data"], outputs, strict=True):
-        tensors = datum["loss_inputs"]
+        tensors = {name: tensor["values"] for name, tensor in datum["loss_inputs"].items()}
+        sampled, weights = tensors.get("logprobs"), tensors["weights"]
         trained = output.get("logprobs") if isinstance(output, dict) else None
-        if "logprobs" in tensors and isinstance(trained, list) and len(trained) == len(datum["input"]["token_ids"]):
-            sampled, weights = tensors["logprobs"]["values"], tensors["weights"]["values"]
-            yield [(p, q) for p, q, w in zip(trained, sampled, weights, strict=True) if w and _is_number(p)]
+        if sampled is None or not isinstance(trained, list) or len(trained) != len(sampled):
+            return []
+        if not all(map(_is_number, trained)):
+            return []
+        pairs.append([(p, q) for p, q, w in zip(trained, sampled, weights, strict=True) if w])
+    return pairs
 
 
 class Stopwatch:
@@ -125,3 +154,12 @@ def _is_number(value: object) -> bool:
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
     return sum(values) / len(values) if values else 0.0
+
+
+def rate_and_time_left(seconds: float, done: int, left: int) -> str:
+    """How fast cycles go, and how long those that are left will take at that rate."""
+    each = seconds / done
+    rate = f"{each:.1f} s/cycle" if each >= 1 else f"{1 / max(each, 1e-9):.1f} cycles/s"
+    minutes, rest = divmod(round(each * left), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{rate}  {hours}:{minutes:02}:{rest:02} left"

@@ -13,13 +13,15 @@ import argparse
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loop_build import UserLoss, build, load_build_loss
+from loop_build import BATCH_NAME, Built, UserLoss, build, load_build_loss
 from loop_data import Batches, drawn_seed, requests_of
-from loop_metrics import user_metrics
+from loop_history import LAST, MetricsFile, Start, find_start, recorded_config, require_same_data
+from loop_metrics import Metrics, Stopwatch, largest_gap, loss_metrics, rate_and_time_left, sample_metrics, user_metrics
 from loop_support import (
     Payload,
     Place,
@@ -29,30 +31,37 @@ from loop_support import (
     checked_optimizer,
     formatted,
     open_run,
+    place_to_train,
     run_loop,
     say,
     train_on,
 )
-from whitney_loop import LoopContext, PendingOperation, result_sampler_id, result_sequences
+from loop_warnings import Warnings
+from whitney_loop import LoopContext, PendingOperation, WhitneyError, __version__, result_sampler_id, result_sequences
 
 NEEDED_OPERATIONS = ("forward_backward", "optim_step", "save_weights_for_sampler", "sample")
 MOST_IN_FLIGHT = 256  # a service keeps the results of so many operations; more wait until the oldest was collected
 
 
-@dataclass
+@dataclass(init=False)
 class Plan:
-    """What the options mean, checked before anything is created."""
+    """What the options mean. The steps of ``PREPARATION`` fill it, before anything is created."""
 
-    loss: UserLoss
     optimizer: Payload
+    loss: UserLoss
+    requests: list[Payload]
+    start: Start
     batches: Batches
     seed_was_drawn: bool
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_options(arguments)
+    options, plan = parse_options(arguments), Plan()
+    if options.dry_run:
+        return dry_run(options, plan)
     try:
-        plan = make_plan(options)
+        for _, prepare in PREPARATION:
+            prepare(options, plan)
     except UsageError as error:
         say(f"error: {error}")
         return 2
@@ -82,57 +91,200 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         "service that sums over tokens the gradient is the same within rounding; on one that averages, each part "
         "counts the same however many tokens it has, and the gradient is as many times larger as there are parts",
     )
+    parser.add_argument("--metrics", type=Path, metavar="FILE.jsonl", help="a line per cycle (see plot_metrics.py)")
+    parser.add_argument("--save-every", type=int, metavar="N", help="save_state after every N cycles, and at the end")
+    parser.add_argument(
+        "--resume-from",
+        metavar="STATE_ID",
+        help=f"go on from a saved state, at its next cycle; {LAST!r}: from the newest one in the file of --metrics",
+    )
+    parser.add_argument(
+        "--first-cycle", type=int, metavar="N", help="the next cycle, where no metrics file tells it (--resume-from)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check all that can be without creating a session")
     return parser.parse_args(arguments)
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
-    loss = load_build_loss(options.build_loss, options.provider)
-    counts = ["cycles", "updates", "batch_size", *(["max_datums"] if options.max_datums is not None else [])]
-    optimizer = checked_optimizer(options, *counts)
-    requests = requests_of(options)
-    drawn = options.seed is None
-    options.seed = drawn_seed() if drawn else options.seed
-    return Plan(loss, optimizer, Batches(requests, options.batch_size, options.seed), drawn)
+# Before anything is created: each step says what it found, or raises UsageError
+
+
+def check_options(options: argparse.Namespace, plan: Plan) -> str:
+    given = [name for name in ("max_datums", "save_every") if getattr(options, name) is not None]
+    plan.optimizer = checked_optimizer(options, "cycles", "updates", "batch_size", *given)
+    if options.first_cycle is not None and options.first_cycle < 0:
+        raise UsageError(f"--first-cycle is {options.first_cycle}, expected at least 0")
+    return f"{options.cycles} cycles of {options.batch_size} requests, learning rate {options.learning_rate:g}"
+
+
+def find_build_loss(options: argparse.Namespace, plan: Plan) -> str:
+    plan.loss = load_build_loss(options.build_loss, options.provider)
+    found = options.build_loss + (f", with a {BATCH_NAME}" if plan.loss.build_batch_loss else "")
+    loss = plan.loss.loss_function
+    table = (
+        f"{options.provider} has its loss {loss}" if loss else "no LOSS_FUNCTION in it: its loss is judged as it comes"
+    )
+    return f"{found}; {table}"
+
+
+def read_requests(options: argparse.Namespace, plan: Plan) -> str:
+    plan.requests = requests_of(options)
+    return f"{len(plan.requests)} in {options.sample_json or 'the example'}"
+
+
+def settle_start(options: argparse.Namespace, plan: Plan) -> str:
+    try:
+        if options.metrics and (options.metrics.is_dir() or not options.metrics.absolute().parent.is_dir()):
+            raise ValueError(f"--metrics {options.metrics}: not a file in a folder that exists")
+        plan.start = find_start(options.metrics, options.resume_from, options.first_cycle)
+        if options.seed is None and plan.start.kept_bytes:
+            options.seed = recorded_config(options.metrics).get("seed")
+        plan.seed_was_drawn = options.seed is None
+        options.seed = drawn_seed() if options.seed is None else options.seed
+        plan.batches = Batches(plan.requests, options.batch_size, options.seed)
+        if plan.start.kept_bytes:
+            data = plan.batches.fingerprint()
+            require_same_data(options.metrics, seed=options.seed, batch_size=options.batch_size, requests_sha256=data)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{error}") from None
+    state = f"from state {plan.start.state_id}" if plan.start.state_id else "a new run"
+    return f"{state}, first cycle {plan.start.first_cycle}, metrics to {options.metrics or 'no file'}"
+
+
+PREPARATION: tuple[tuple[str, Callable[[argparse.Namespace, Plan], str]], ...] = (
+    ("build_loss and loss table", find_build_loss),
+    ("options", check_options),
+    ("sample requests", read_requests),
+    ("start and metrics file", settle_start),
+)
+
+
+def dry_run(options: argparse.Namespace, plan: Plan) -> int:
+    """Say what was checked, a line each; 2 where something does not hold."""
+    failed = False
+    plan.requests = []  # so that what comes after them can be checked where they are wrong
+    for name, check in (*PREPARATION, ("service, key and capabilities", ask_service)):
+        try:
+            print(f"ok      {name}: {check(options, plan)}", flush=True)
+        except (UsageError, WhitneyError) as error:
+            failed = True
+            print(f"FAILED  {name}: {error}", flush=True)
+    say("dry run: no session was created")
+    return 2 if failed else 0
+
+
+def ask_service(options: argparse.Namespace, plan: Plan) -> str:
+    with place_to_train(options) as place:
+        place.client.require_operations(options.provider, NEEDED_OPERATIONS)
+        return f"{place.client.base_url} takes the key and offers {', '.join(NEEDED_OPERATIONS)} for {options.provider}"
+
+
+def configuration(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """What the metrics file begins with: all options, and the data set. The key is none of them."""
+    chosen = {name: value for name, value in vars(options).items() if name != "dry_run"}
+    data = {"requests": len(plan.requests), "requests_sha256": plan.batches.fingerprint()}
+    return chosen | {"optimizer": plan.optimizer, **data, "whitney_loop": __version__}
+
+
+# The training
 
 
 def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Plan) -> int:
-    summary |= {"seed": options.seed}
+    first, end = plan.start.first_cycle, plan.start.first_cycle + options.cycles
+    summary |= {"seed": options.seed, "next_cycle": None}
     summary |= {"cycles_done": 0, "cycles_skipped": 0, "tokens_sampled": 0, "tokens_trained": 0}
-    if plan.seed_was_drawn:
-        say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
-    if plan.loss.build_batch_loss is not None:
-        say(f"build_batch_loss of {options.build_loss.partition(':')[0]} is called once a cycle, for all requests")
-    with open_run(options, place, summary, [*NEEDED_OPERATIONS, *plan.loss.operations]) as ctx:
-        for cycle in range(options.cycles):
-            train_one_cycle(cycle, ctx, plan, options, summary)
+    warnings = Warnings(summary)
+    say_what_is_special(options, plan)
+    warnings.learning_rate(options.learning_rate, embedded=place.embedded)
+    operations = [*NEEDED_OPERATIONS, *plan.loss.operations]
+    with opened_metrics(options, plan) as metrics:
+        try:
+            with open_run(options, place, summary, operations, plan.start.state_id) as ctx:
+                where = {name: summary[name] for name in ("where", "base_url", "session_id", "run_id")}
+                started = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
+                metrics.begin(configuration(options, plan) | where | {"started": started, "first_cycle": first})
+                began = time.monotonic()
+                for cycle in range(first, end):
+                    record, line = train_one_cycle(cycle, ctx, plan, options, summary, warnings)
+                    pace = rate_and_time_left(time.monotonic() - began, cycle + 1 - first, end - cycle - 1)
+                    say(f"{line}  {pace}" if sys.stderr.isatty() else line)
+                    metrics.write(record)
+                    if plan.start.state_id and cycle == first:
+                        warnings.state_of_build_loss(sorted(ctx.state))
+                    if options.save_every and (cycle + 1) % options.save_every == 0 and cycle + 1 < end:
+                        save_state(ctx, cycle + 1, summary, metrics)
+            summary["next_cycle"] = end
+            metrics.state(summary["state_id"], end)
+        except BaseException:
+            say_how_to_go_on(options, summary, end)
+            raise
     if not summary["cycles_done"]:
         say("error: every cycle was skipped: no build_loss found a gradient signal")
         return 1
     return 0
 
 
-def train_one_cycle(cycle: int, ctx: LoopContext, plan: Plan, options: argparse.Namespace, summary: Summary) -> None:
-    started = time.monotonic()
+def opened_metrics(options: argparse.Namespace, plan: Plan) -> MetricsFile:
+    try:
+        return MetricsFile(options.metrics, plan.start)
+    except OSError as error:
+        raise UsageError(f"--metrics {options.metrics}: {error}") from None
+
+
+def say_what_is_special(options: argparse.Namespace, plan: Plan) -> None:
+    start = plan.start
+    if plan.seed_was_drawn:
+        say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
+    if plan.loss.build_batch_loss is not None:
+        say(f"{BATCH_NAME} of {options.build_loss.partition(':')[0]} is called once a cycle, for all requests")
+    if start.state_id:
+        say(f"resuming from {start.state_id} at cycle {start.first_cycle}")
+    if start.superseded.strip():
+        say(f"what {options.metrics} holds after that state is moved to {options.metrics}.superseded")
+
+
+def say_how_to_go_on(options: argparse.Namespace, summary: Summary, end: int) -> None:
+    state_id, cycle = summary.get("state_id"), summary.get("next_cycle")
+    if state_id and cycle is not None and cycle < end:
+        first = "" if options.metrics else f" --first-cycle {cycle}"
+        say(f"to go on at cycle {cycle}, the same command with: --resume-from {state_id}{first} --cycles {end - cycle}")
+
+
+def save_state(ctx: LoopContext, next_cycle: int, summary: Summary, metrics: MetricsFile) -> None:
+    """Named where it can be found only once the service has confirmed it."""
+    state_id = ctx.client.run_operation(ctx.run_id, "save_state", {}).get("state_id")
+    summary |= {"state_id": state_id, "next_cycle": next_cycle}
+    metrics.state(state_id, next_cycle)
+    say(f"saved {state_id}: the next cycle is {next_cycle}")
+
+
+def train_one_cycle(
+    cycle: int, ctx: LoopContext, plan: Plan, options: argparse.Namespace, summary: Summary, warnings: Warnings
+) -> tuple[Metrics, str]:
+    """One cycle; its metrics, and its line of progress."""
+    clock = Stopwatch()
     requests = plan.batches.of_cycle(cycle)
     saved = ctx.client.run_operation(ctx.run_id, "save_weights_for_sampler", {})
     ctx.sampler_id = result_sampler_id(saved)
     samples = sample_all(ctx, requests)
-    tokens = sum(len(sequence["tokens"]) for sample in samples for sequence in result_sequences(sample))
-    summary["tokens_sampled"] += tokens
-    head = formatted({"cycle": cycle, "version": saved.get("version")})
+    clock.lap("sample")
     built = build(plan.loss, samples, cycle, requests, ctx)
-    if built.payload is None:
-        summary["cycles_skipped"] += 1
-        trained = f"skipped: {built.reason}"
-    else:
-        for _ in range(options.updates):
-            backward = train_on(ctx, built.payload, plan.optimizer, summary, options.max_datums)
-        summary["cycles_done"] += 1
-        told = {"loss": backward.get("loss"), "clip_frac": (backward.get("metrics") or {}).get("clip_frac")}
-        trained = formatted({name: value for name, value in told.items() if value is not None})
-    seconds = time.monotonic() - started
-    of_user = {name: value for name, value in user_metrics(built.groups).items() if not name.endswith("/std")}
-    say("  ".join(filter(None, [head, formatted(of_user), trained, f"tokens {tokens}", f"{seconds:.2f} s"])))
+    clock.lap("build_loss")
+    trained = train_on_all(built, cycle, ctx, plan, options, summary, warnings)
+    clock.lap("train")
+
+    head = {"cycle": cycle, "version": saved.get("version")}
+    of_user, of_samples = user_metrics(built.groups), sample_metrics(samples)
+    if built.uniform is not None:
+        trained["groups/uniform_frac"] = built.uniform / len(requests)
+    skipped = {"skipped": built.reason} if built.payload is None else {}
+    summary["cycles_skipped" if skipped else "cycles_done"] += 1
+    summary["tokens_sampled"] += of_samples["completions/tokens"]
+    if built.payload is not None:
+        warnings.sampling(requests, built.payload["loss_function"])
+    warnings.completions(of_samples, cycle)
+    warnings.signal(bool(skipped), of_user.get("reward/mean"))
+    record = head | of_user | head | trained | of_samples | clock.laps | {"time/total": clock.total()} | skipped
+    return record, progress_line(head, of_user, trained, built, of_samples["completions/tokens"], clock.total())
 
 
 def sample_all(ctx: LoopContext, requests: list[Payload]) -> list[dict[str, Any]]:
@@ -143,7 +295,39 @@ def sample_all(ctx: LoopContext, requests: list[Payload]) -> list[dict[str, Any]
         if len(in_flight) == MOST_IN_FLIGHT:
             samples.append(in_flight.popleft().result())
         in_flight.append(ctx.client.submit_sampler_operation(ctx.run_id, ctx.sampler_id, "sample", request))
-    return samples + [operation.result() for operation in in_flight]
+    samples += [operation.result() for operation in in_flight]
+    for sample in samples:
+        result_sequences(sample)  # raises where one can not be trained on
+    return samples
+
+
+def train_on_all(
+    built: Built,
+    cycle: int,
+    ctx: LoopContext,
+    plan: Plan,
+    options: argparse.Namespace,
+    summary: Summary,
+    warnings: Warnings,
+) -> Metrics:
+    """The updates on what was built; the metrics of the last one, where the trainer is farthest from the sampler."""
+    metrics: Metrics = {}
+    for update in range(options.updates if built.payload is not None else 0):
+        assert built.payload is not None
+        result = train_on(ctx, built.payload, plan.optimizer, summary, options.max_datums)
+        metrics = loss_metrics(built.payload, result)
+        if update == 0:
+            warnings.gap(largest_gap(built.payload, result), cycle)
+    return metrics
+
+
+def progress_line(head: Metrics, of_user: Metrics, trained: Metrics, built: Built, tokens: int, seconds: float) -> str:
+    shown = {name: value for name, value in of_user.items() if not name.endswith("/std")}
+    loss = {"loss": trained.get("loss/sum"), "clip_frac": trained.get("clip_frac")}
+    told = formatted({name: value for name, value in loss.items() if value is not None})
+    result = f"skipped: {built.reason}" if built.payload is None else told
+    parts = [formatted(head), formatted(shown), result, f"tokens {tokens}", f"{seconds:.2f} s"]
+    return "  ".join(filter(None, parts))
 
 
 if __name__ == "__main__":

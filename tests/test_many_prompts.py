@@ -195,14 +195,17 @@ def test_more_than_a_service_keeps_are_sampled_in_turn(monkeypatch):
 
     events = []
 
+    def sampled(token):
+        return {"sequences": [{"tokens": [token], "logprobs": [-1.0]}]}
+
     class Client:
         def submit_sampler_operation(self, run_id, sampler_id, kind, payload):
             events.append(("submit", payload))
-            return SimpleNamespace(result=lambda: events.append(("result", payload)) or {"n": payload})
+            return SimpleNamespace(result=lambda: events.append(("result", payload)) or sampled(payload))
 
     monkeypatch.setattr(rl_loop, "MOST_IN_FLIGHT", 2)
     ctx = SimpleNamespace(client=Client(), run_id="r", sampler_id="s")
-    assert rl_loop.sample_all(ctx, [0, 1, 2]) == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert rl_loop.sample_all(ctx, [0, 1, 2]) == [sampled(0), sampled(1), sampled(2)]
     assert events == [("submit", 0), ("submit", 1), ("result", 0), ("submit", 2), ("result", 1), ("result", 2)]
 
 

@@ -235,7 +235,9 @@ def test_a_build_loss_that_exits_has_failed(folder, service, client):
 def test_what_a_build_loss_does_to_request_and_metrics_stays_its_own(folder):
     done = loop(folder, "--build-loss", "mine:meddles", "--seed", "1")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[2].startswith("cycle 1  version 1  loss two lines  cycle 77  reward/mean ")
+    cycles = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")][1:]
+    assert cycles[1].startswith("cycle 1  version 1  loss two lines  cycle 77  reward/mean ")
+    assert "logprobs" in summary_of(done)["warnings"]  # that the datums' prompt is another one does not go unseen
 
 
 def test_a_second_run_that_a_build_loss_opened_is_cleaned_up_too(folder, service, client):

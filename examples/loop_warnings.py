@@ -1,0 +1,86 @@
+"""Warnings that save runs: each is said once, with what to do about it, and named in the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loop_support import Payload, Summary, say
+
+RATIO_LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "gspo", "dro", "dppo"})
+LEARNING_RATES = (1e-7, 1e-2)  # of LoRA on language models; the embedded model takes far larger ones
+LARGEST_GAP = 0.05  # of a completion's logprobs; sampler and trainer in bfloat16 differ by about 0.01
+PATIENCE = 3  # cycles in a row without a gradient signal
+
+
+class Warnings:
+    def __init__(self, summary: Summary) -> None:
+        self._said: list[str] = summary.setdefault("warnings", [])
+        self._without_signal = 0
+
+    def once(self, name: str, text: str) -> None:
+        if name not in self._said:
+            self._said.append(name)
+            say(f"warning: {text}")
+
+    def learning_rate(self, rate: float, *, embedded: bool) -> None:
+        low, high = LEARNING_RATES
+        if not embedded and not low <= rate <= high:
+            self.once(
+                "learning_rate",
+                f"--learning-rate {rate:g} is outside {low:g}…{high:g}, where LoRA on language models trains: a larger "
+                "one destroys the model, a smaller one does nothing. What suits the embedded model does not suit yours",
+            )
+
+    def sampling(self, requests: Sequence[Payload], loss_function: str) -> None:
+        """An importance ratio takes for granted that the tokens were drawn from the policy itself."""
+        for request in requests if loss_function in RATIO_LOSSES else ():
+            params = request["sampling_params"]
+            for name, neutral in (("temperature", 1), ("top_p", 1), ("top_k", -1)):
+                if params.get(name, neutral) != neutral:
+                    self.once(
+                        "sampling",
+                        f"a request samples with {name} {params[name]}, but {loss_function} takes the ratio to the "
+                        "untempered, untruncated policy, from which the tokens were not drawn: the gradient is "
+                        f"biased. Set {name} to {neutral} in --sample-json",
+                    )
+
+    def completions(self, metrics: Mapping[str, Any], cycle: int) -> None:
+        if metrics["completions/truncated_frac"] == 1:
+            self.once(
+                "truncated",
+                f"every completion of cycle {cycle} was cut off at max_tokens: a reward that looks for an end or an "
+                "answer sees none. Raise max_tokens in --sample-json, or reward ending",
+            )
+
+    def gap(self, gap: float | None, cycle: int) -> None:
+        """``gap``: between sampler and trainer on the version that the sampler was saved from, so it should be 0."""
+        if gap is not None and gap > LARGEST_GAP:
+            self.once(
+                "logprobs",
+                f"in cycle {cycle} a completion's logprobs of sampler and trainer differ by {gap:.2g} per token (more "
+                f"than {LARGEST_GAP}) on the same weights: ratios are wrong from the start. Are the datum's arrays "
+                "shifted or its prompt another one (build it with rl_datum)? Else the service samples with other "
+                "weights or in another precision: ask it, or clip the ratio tightly",
+            )
+
+    def signal(self, skipped: bool, mean_reward: object) -> None:
+        self._without_signal = self._without_signal + 1 if skipped else 0
+        if self._without_signal == PATIENCE:
+            reward = f"reward/mean is {mean_reward:.4g}" if isinstance(mean_reward, (int, float)) else (
+                "put the rewards into ctx.metrics['reward'] to tell which"
+            )  # fmt: skip
+            self.once(
+                "no_signal",
+                f"no gradient signal {PATIENCE} cycles in a row ({reward}). At the best reward there is, the task is "
+                "solved: stop, or give harder prompts. Below it the policy has collapsed, or never gets a reward: go "
+                "back to an earlier state with a smaller learning rate, or sample more completions per prompt",
+            )
+
+    def state_of_build_loss(self, names: Sequence[str]) -> None:
+        if names:
+            self.once(
+                "state",
+                f"build_loss keeps {', '.join(names)} in ctx.state, which a resume does not bring back: a reference or "
+                "a critic starts anew, from the state that was resumed",
+            )

@@ -1,0 +1,387 @@
+"""What a cycle is judged by, the file that keeps it, the page that shows it, and the warnings that save a run."""
+
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from loop_process import GRPO, LOOP, ROOT, elsewhere, environment, loop, summary_of
+from whitney_loop import forward_backward_payload, rl_datum, sample_request
+from whitney_loop.local import serve
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import loop_history
+import loop_metrics
+import loop_warnings
+import plot_metrics
+
+PROMPTS = ["the ", "she ", "they ", "one "]
+MINE = """
+from grpo_build_loss import build_loss as grpo
+from whitney_loop import NoGradientSignal
+
+def tells(sample, cycle, request, ctx):
+    ctx.metrics |= {"odd": float("nan"), "object": object(), "cycle": 99, "prompt": request["prompt"]["token_ids"][0]}
+    return grpo(sample, cycle, request, ctx)
+
+def skips_the(sample, cycle, request, ctx):
+    ctx.metrics["reward"] = [0.0, 1.0]
+    if bytes(request["prompt"]["token_ids"]) == b"the ":
+        raise NoGradientSignal("not this one")
+    return grpo(sample, cycle, request, ctx)
+
+def shifted(sample, cycle, request, ctx):
+    payload = grpo(sample, cycle, request, ctx)
+    for datum in payload["data"]:
+        values = datum["loss_inputs"]["logprobs"]["values"]
+        values[:] = [0.0, *values[:-1]]
+    return payload
+
+def skips(sample, cycle, request, ctx):
+    ctx.metrics["reward"] = [0.25, 0.25]
+    raise NoGradientSignal("all alike")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    requests = [sample_request(prompt.encode(), num_samples=4, max_tokens=6) for prompt in PROMPTS]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
+    return tmp_path
+
+
+BATCH = ("--sample-json", "prompts.jsonl", "--lora-rank", "4", "--seed", "1", "--batch-size", "4")
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# The numbers
+
+
+def policy_payload(loss="ppo", config=None, **clip):
+    data = [
+        rl_datum([7, 8], [1, 2], [-1.0, -2.0], 1.0, **clip),
+        rl_datum([7, 8], [3], [-0.5], -1.0, **clip),
+    ]
+    return forward_backward_payload(data, loss, {} if config is None else config)
+
+
+OUTPUTS = [{"logprobs": [-9.0, -1.0 + math.log(2), -2.0]}, {"logprobs": [-9.0, -0.5 - math.log(2)]}]
+
+
+def test_ratio_metrics_are_their_formulas():
+    """Ratios 2, 1 and 1/2: gaps ln 2, 0 and −ln 2."""
+    result = {"loss": 1.5, "outputs": OUTPUTS, "metrics": {"loss:sum": 1.5, "kept": "x"}, "grad_norm": 3.0}
+    assert loop_metrics.loss_metrics(policy_payload(), result) == {
+        "loss/sum": 1.5,
+        "kl/k1": pytest.approx(0.0),
+        "kl/k3": pytest.approx(((2 - 1 - math.log(2)) + 0 + (0.5 - 1 + math.log(2))) / 3),
+        "ratio/max": pytest.approx(2.0),
+        "ess": pytest.approx(3.5**2 / (3 * (4 + 1 + 0.25))),
+        "optim/grad_norm": 3.0,
+        "provider/loss:sum": 1.5,
+        "provider/kept": "x",
+    }
+    assert loop_metrics.largest_gap(policy_payload(), result) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        (policy_payload(config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}), 2 / 3),
+        (policy_payload(config={"clip_low_threshold": 0.4, "clip_high_threshold": 1.2}), 1 / 3),
+        (policy_payload(clip_low=0.4, clip_high=3.0), 0.0),
+        (policy_payload(), None),
+        (policy_payload("gspo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}), None),
+    ],
+)
+def test_the_clipped_share_is_the_providers_or_that_of_ratios_outside_the_range(payload, expected):
+    assert loop_metrics.loss_metrics(payload, {"outputs": OUTPUTS}).get("clip_frac") == expected
+    assert loop_metrics.loss_metrics(payload, {"outputs": OUTPUTS, "metrics": {"clip_frac": 0.25}})["clip_frac"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {},
+        {"outputs": None, "metrics": None},
+        {"outputs": [{}, {}]},
+        {"outputs": OUTPUTS[:1]},
+        {"outputs": [OUTPUTS[1], OUTPUTS[1]]},
+        {"outputs": [{"logprobs": [None, -1.0, -1.0]}, OUTPUTS[1]]},
+    ],
+)
+def test_a_service_that_gives_no_usable_outputs_leaves_metrics_out(result):
+    payload = policy_payload(config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+    assert loop_metrics.loss_metrics(payload, result) == {}
+    assert loop_metrics.largest_gap(payload, result) is None
+
+
+def test_a_ratio_that_would_overflow_is_cut():
+    assert loop_metrics.ratio_metrics([(0.0, -1e6)])["ratio/max"] == pytest.approx(math.exp(20))
+
+
+def test_what_groups_left_in_metrics_becomes_one():
+    class Array:
+        def tolist(self):
+            return [3.0]
+
+    groups = [{"reward": [0.0, 1.0], "n": 1, "text": "a"}, {"reward": Array(), "n": 2, "text": "b", "alone": 5}]
+    assert loop_metrics.user_metrics(groups) == {
+        "reward/mean": pytest.approx(4 / 3), "reward/std": pytest.approx(math.sqrt(14) / 3),
+        "n": 1.5, "text": "b", "alone": 5,
+    }  # fmt: skip
+    assert loop_metrics.user_metrics([]) == {}
+    assert loop_metrics.user_metrics([{"reward": []}]) == {"reward": []}
+
+
+def test_how_completions_ended():
+    sequences = [
+        {"tokens": [1, 2], "stop_reason": "length"}, {"tokens": [], "stop_reason": "stop"},
+        {"tokens": [3], "stop_reason": "stop"}, {"tokens": [4]},
+    ]  # fmt: skip
+    assert loop_metrics.sample_metrics([{"sequences": sequences[:2]}, {"sequences": sequences[2:]}]) == {
+        "completions/tokens": 4, "completions/truncated_frac": 0.25, "completions/empty_frac": 0.25,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "done", "left", "expected"),
+    [
+        (10.0, 20, 60, "2.0 cycles/s  0:00:30 left"),
+        (25.0, 2, 300, "12.5 s/cycle  1:02:30 left"),
+        (0.0, 1, 0, "1000000000.0 cycles/s  0:00:00 left"),
+    ],
+)
+def test_the_rate_and_the_time_left(seconds, done, left, expected):
+    assert loop_metrics.rate_and_time_left(seconds, done, left) == expected
+
+
+# The file
+
+
+def test_the_metrics_file_has_the_configuration_and_a_line_per_cycle(folder):
+    arguments = ("--build-loss", "mine:tells", *BATCH, "--cycles", "3", "--learning-rate", "0.1", "--updates", "2")
+    done = loop(folder, *arguments, "--metrics", "m.jsonl")
+    assert done.returncode == 0, done.stderr
+    first, *cycles, state = lines_of(folder / "m.jsonl")
+    assert list(first) == ["config"] and first["config"]["seed"] == 1 and first["config"]["batch_size"] == 4
+    assert first["config"]["run_id"] == summary_of(done)["run_id"]
+    assert [entry["cycle"] for entry in cycles] == [0, 1, 2] and [entry["version"] for entry in cycles] == [0, 2, 4]
+    assert state == {"state_id": summary_of(done)["state_id"], "next_cycle": 3}
+    expected = {
+        "reward/mean", "reward/std", "loss/sum", "kl/k1", "kl/k3", "ratio/max", "ess", "groups/uniform_frac",
+        "completions/truncated_frac", "completions/empty_frac", "completions/tokens", "optim/grad_norm",
+        "time/sample", "time/build_loss", "time/train", "time/total", "provider/loss:sum", "odd", "object", "prompt",
+    }  # fmt: skip
+    assert expected <= cycles[0].keys()
+    assert cycles[0]["odd"] is None and cycles[0]["object"].startswith("<object") and cycles[0]["prompt"] != 99
+    assert sum(entry["completions/tokens"] for entry in cycles) == summary_of(done)["tokens_sampled"]
+    assert cycles[0]["ratio/max"] > 1 and 0 < cycles[0]["ess"] < 1  # of the second update
+
+
+def test_a_cycle_that_is_skipped_has_its_line_and_the_share_of_uniform_groups_is_told(folder):
+    done = loop(folder, "--build-loss", "mine:skips_the", *BATCH, "--cycles", "1", "--metrics", "m.jsonl")
+    assert done.returncode == 0 and lines_of(folder / "m.jsonl")[1]["groups/uniform_frac"] == 0.25
+    done = loop(folder, "--build-loss", "mine:skips", *BATCH, "--cycles", "1", "--metrics", "s.jsonl")
+    [_, cycle, _] = lines_of(folder / "s.jsonl")
+    assert done.returncode == 1 and cycle["groups/uniform_frac"] == 1.0 and "all alike" in cycle["skipped"]
+    assert "loss/sum" not in cycle
+
+
+def test_the_key_is_nowhere_in_the_file(folder):
+    with serve(folder / "storage") as service:
+        arguments = ("--build-loss", GRPO, "--model", "byte-lm", *BATCH, "--metrics", "m.jsonl")
+        done = loop(folder, *arguments, env=elsewhere(service))
+        assert done.returncode == 0, done.stderr
+        assert service.api_key not in (folder / "m.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--metrics", "old.jsonl"), "--metrics old.jsonl exists: give another name, or --resume-from last"),
+        (("--metrics", "nowhere/m.jsonl"), "not a file in a folder that exists"),
+        (("--metrics", "."), "not a file in a folder that exists"),
+    ],
+)
+def test_a_metrics_file_that_can_not_be_written_is_refused_before_anything_is_created(folder, arguments, message):
+    (folder / "old.jsonl").write_text('{"cycle": 0}\n')
+    done = loop(folder, "--build-loss", GRPO, *arguments)
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and done.stderr.count("\n") == 1
+    assert not (folder / ".whitney_local").exists()
+
+
+def test_a_last_line_that_was_cut_off_is_left_out_and_another_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"cycle": 0}\n\n{"cycle": 1}\n{"cyc')
+    assert [line.entry for line in loop_history.read_lines(path)] == [{"cycle": 0}, {"cycle": 1}]
+    path.write_text('{"cycle": 0}\n[]\n{"cycle": 1}\n')
+    with pytest.raises(ValueError, match="m.jsonl:2 is not a line of a metrics file"):
+        loop_history.read_lines(path)
+
+
+def test_on_a_terminal_the_line_has_rate_and_time_left_and_in_a_pipe_it_has_not(folder):
+    command = [sys.executable, str(LOOP), "--build-loss", GRPO, *BATCH]
+    terminal, end = pty.openpty()
+    with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=end):
+        os.close(end)
+        said = b""
+        try:
+            while chunk := os.read(terminal, 4096):
+                said += chunk
+        except OSError:  # how Linux says that the other end is closed
+            pass
+    os.close(terminal)
+    pace = r" s  \d+\.\d (cycles/s|s/cycle)  \d:\d\d:\d\d left"
+    assert re.search(rf"cycle 1 .*{pace}\r\n$", said.decode())
+    assert not re.search(pace, loop(folder, "--build-loss", GRPO, *BATCH).stderr)
+
+
+# The page
+
+
+class Page(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.curves = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        assert not {"src", "href", "onload", "onclick"} & dict(attributes).keys()  # nothing from elsewhere
+        if tag == "polyline":
+            self.curves.append([tuple(map(float, pair.split(","))) for pair in dict(attributes)["points"].split()])
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_shows_several_runs_with_axes_legend_and_units(folder):
+    for name, build_loss in (("one", GRPO), ("<two>", "mine:tells")):
+        arguments = ("--build-loss", build_loss, *BATCH, "--cycles", "3", "--metrics", f"{name}.jsonl")
+        assert loop(folder, *arguments).returncode == 0
+    command = [sys.executable, str(ROOT / "examples" / "plot_metrics.py"), "one.jsonl", "<two>.jsonl"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "metrics.html\n"), done.stderr
+    content = (folder / "metrics.html").read_text()
+    page = Page(content)
+    assert "script" not in page.tags and "<two>" not in content and "url(" not in content
+    text = " ".join(page.text)
+    for expected in ("one (cycles 0–2)", "<two> (cycles 0–2)", "reward/mean", "cycle", "seconds", "build_loss"):
+        assert expected in text
+    charts = page.tags.count("figcaption")
+    assert charts > 15 and len(page.curves) >= charts
+    inside = [point for curve in page.curves for point in curve]
+    assert all(0 <= x <= plot_metrics.WIDTH and 0 <= y <= plot_metrics.HEIGHT for x, y in inside)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.0, 1.0], [0.0, 0.25, 0.5, 0.75, 1.0]),
+        ([0.0, 0.0], [0.0, 0.25, 0.5, 0.75, 1.0]),
+        ([-3.0, 7.0], [-5.0, -2.5, 0.0, 2.5, 5.0, 7.5]),
+        ([5.0], [2.0, 4.0, 6.0, 8.0]),
+    ],
+)
+def test_ticks_are_round_and_hold_all_values(values, expected):
+    assert plot_metrics.ticks(values) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e9, 1e300])
+def test_a_chart_can_be_drawn_at_any_scale(scale):
+    curve = [(float(cycle), scale * math.sin(cycle)) for cycle in range(2000)]
+    drawn = Page(plot_metrics.figure("x", ["a", "b", "c"], [curve, [(3.0, scale)], []]))
+    assert len(drawn.curves) == 1 and len(drawn.curves[0]) <= plot_metrics.MOST_POINTS
+    assert "circle" in drawn.tags and "nan" not in " ".join(drawn.text)
+
+
+def test_a_curve_is_not_drawn_over_cycles_without_a_value():
+    assert plot_metrics.segments([(0, 1), (1, 1), (5, 1), (6, 1), (9, 1)]) == [
+        [(0, 1), (1, 1)], [(5, 1), (6, 1)], [(9, 1)],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file"), ("{}\n", "holds no cycle"), ("x\ny\n", ":1 ")]
+)
+def test_what_can_not_be_plotted_is_said(content, message, tmp_path, capsys):
+    path = tmp_path / "m.jsonl"
+    if content:
+        path.write_text(content)
+    assert plot_metrics.main([str(path), "--output", str(tmp_path / "x.html")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "x.html").exists()
+
+
+# Warnings
+
+
+def warnings_of(done):
+    return [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_p", 0.9), ("top_k", 20)])
+def test_sampling_from_another_distribution_than_the_ratio_takes_is_warned_of_once(folder, name, value):
+    request = sample_request(b"the ", num_samples=8, max_tokens=6, **{name: value})
+    (folder / "r.json").write_text(json.dumps(request))
+    done = loop(folder, "--build-loss", GRPO, "--sample-json", "r.json", "--seed", "1")
+    [warning] = [line for line in warnings_of(done) if "samples with" in line]
+    assert f"samples with {name} {value}" in warning and f"Set {name} to" in warning
+    assert "sampling" in summary_of(done)["warnings"]
+
+
+def test_logprobs_that_differ_between_sampler_and_trainer_are_warned_of_once(folder):
+    done = loop(folder, "--build-loss", "mine:shifted", *BATCH)
+    [warning] = [line for line in warnings_of(done) if "logprobs of sampler and trainer" in line]
+    assert "in cycle 0" in warning and "rl_datum" in warning
+    assert "logprobs" in summary_of(done)["warnings"]
+
+
+def test_later_updates_and_good_data_are_not_warned_of(folder):
+    done = loop(folder, "--build-loss", GRPO, *BATCH, "--updates", "4", "--learning-rate", "0.1")
+    assert "logprobs" not in summary_of(done)["warnings"] and "sampling" not in summary_of(done)["warnings"]
+
+
+def test_every_completion_cut_off_is_warned_of_once(folder):
+    (folder / "r.json").write_text(json.dumps(sample_request(b"the ", num_samples=8, max_tokens=1)))
+    done = loop(folder, "--build-loss", GRPO, "--sample-json", "r.json", "--cycles", "3", "--seed", "1")
+    [warning] = [line for line in warnings_of(done) if "cut off" in line]
+    assert "Raise max_tokens" in warning and summary_of(done)["warnings"].count("truncated") == 1
+
+
+@pytest.mark.parametrize(("rate", "warned"), [("0.1", True), ("1e-9", True), ("1e-5", False)])
+def test_a_learning_rate_for_the_embedded_model_is_warned_of_elsewhere(folder, rate, warned):
+    with serve(folder / "storage") as service:
+        arguments = ("--build-loss", GRPO, "--model", "byte-lm", *BATCH, "--cycles", "1", "--learning-rate", rate)
+        done = loop(folder, *arguments, env=elsewhere(service))
+    assert ("learning_rate" in summary_of(done)["warnings"]) == warned
+    here = loop(folder, "--build-loss", GRPO, *BATCH, "--cycles", "1", "--learning-rate", rate)
+    assert "learning_rate" not in summary_of(here)["warnings"]
+
+
+def test_three_cycles_without_signal_are_warned_of_with_the_mean_reward(folder):
+    done = loop(folder, "--build-loss", "mine:skips", *BATCH, "--cycles", "7")
+    [warning] = [line for line in warnings_of(done) if "no gradient signal" in line]
+    assert "3 cycles in a row (reward/mean is 0.25)" in warning and "solved" in warning and "collapsed" in warning
+    two = loop(folder, "--build-loss", "mine:skips", *BATCH, "--cycles", "2")
+    assert "no_signal" not in summary_of(two)["warnings"]
+
+
+def test_a_signal_between_starts_the_count_again(capsys):
+    warnings = loop_warnings.Warnings({})
+    for skipped in (True, True, False, True, True):
+        warnings.signal(skipped, None)
+    assert capsys.readouterr().err == ""
+    warnings.signal(True, None)
+    assert "ctx.metrics['reward']" in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""Checkpoints, and runs that go on from them as if they had never stopped; and what a dry run checks."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from loop_process import GRPO, LOOP, REMOTE, adapter_of, elsewhere, environment, loop, summary_of
+from scripted_server import ScriptedServer, refusal, reply
+from whitney_loop import sample_request
+from whitney_loop.local import serve
+
+MINE = """
+import os, sys, time
+from grpo_build_loss import build_loss as grpo
+
+def waits(sample, cycle, request, ctx):
+    if cycle == 5 and not os.path.exists("go on"):
+        print("waiting in cycle 5", file=sys.stderr, flush=True)
+        time.sleep(60)
+    return grpo(sample, cycle, request, ctx)
+
+def keeps(sample, cycle, request, ctx):
+    ctx.state["reference"] = ctx.sampler_id
+    return grpo(sample, cycle, request, ctx)
+"""
+DRO = """
+LOSS_FUNCTION = "dro"
+def build_loss(sample, cycle, request, ctx):
+    raise AssertionError("never reached")
+"""
+PROMPTS = ["the ", "she ", "they ", "one ", "a ", "and ", "that "]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mydro.py").write_text(DRO)
+    requests = [sample_request(prompt.encode(), num_samples=4, max_tokens=6) for prompt in PROMPTS]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(request) + "\n" for request in requests))
+    return tmp_path
+
+
+COMMON = ("--sample-json", "prompts.jsonl", "--lora-rank", "4", "--batch-size", "3", "--learning-rate", "0.1")
+
+
+def run(folder, *arguments, build_loss=GRPO):
+    done = loop(folder, "--build-loss", build_loss, *COMMON, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done, summary_of(done)
+
+
+def cycles_of(path):
+    return [entry for entry in map(json.loads, path.read_text().splitlines()) if "cycle" in entry]
+
+
+def without_times(entries):
+    return [{name: value for name, value in entry.items() if not name.startswith("time/")} for entry in entries]
+
+
+def test_ten_cycles_and_ten_more_in_another_process_give_the_weights_of_twenty(folder):
+    _, whole = run(folder, "--seed", "1", "--cycles", "20", "--metrics", "whole.jsonl")
+    _, first = run(folder, "--seed", "1", "--cycles", "10", "--metrics", "parts.jsonl")
+    done, second = run(folder, "--cycles", "10", "--metrics", "parts.jsonl", "--resume-from", first["state_id"])
+    assert f"resuming from {first['state_id']} at cycle 10" in done.stderr
+    assert adapter_of(second) == adapter_of(whole) != adapter_of(first)
+    parts = cycles_of(folder / "parts.jsonl")
+    assert [entry["cycle"] for entry in parts] == list(range(20))
+    assert without_times(parts) == without_times(cycles_of(folder / "whole.jsonl"))
+
+
+def test_without_a_metrics_file_the_first_cycle_is_told(folder):
+    _, whole = run(folder, "--seed", "1", "--cycles", "4")
+    _, first = run(folder, "--seed", "1", "--cycles", "2")
+    assert first["next_cycle"] == 2
+    again = ("--seed", "1", "--cycles", "2", "--resume-from", first["state_id"], "--first-cycle", "2")
+    assert adapter_of(run(folder, *again)[1]) == adapter_of(whole)
+
+
+def test_a_state_is_saved_every_so_many_cycles_and_named_everywhere(folder):
+    done, summary = run(folder, "--seed", "1", "--cycles", "5", "--save-every", "2", "--metrics", "m.jsonl")
+    printed = re.findall(r"^saved (state-\w+): the next cycle is (\d)$", done.stderr, re.MULTILINE)
+    entries = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+    kept = [(entry["state_id"], entry["next_cycle"]) for entry in entries if "state_id" in entry]
+    assert [number for _, number in kept] == [2, 4, 5]
+    assert [(state, int(number)) for state, number in printed] == kept[:2]
+    assert (summary["state_id"], summary["next_cycle"]) == kept[2]
+    assert summary["operations"]["save_state"] == 3
+
+
+def test_a_run_that_was_stopped_goes_on_at_the_cycle_after_its_last_state(folder):
+    """Stopped in cycle 5, saved after cycle 3: cycle 4 is trained again, and stands in the file once."""
+    _, whole = run(folder, "--seed", "1", "--cycles", "7", "--metrics", "whole.jsonl")
+    command = [sys.executable, str(LOOP), "--build-loss", "mine:waits", *COMMON, "--seed", "1", "--cycles", "7"]
+    command += ["--save-every", "2", "--metrics", "m.jsonl"]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        said = ""
+        for line in process.stderr:
+            said += line
+            if "waiting in cycle 5" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        stdout, stderr = process.communicate(timeout=60)
+    said += stderr
+    summary = json.loads(stdout)
+    assert (process.returncode, summary["next_cycle"]) == (130, 4)
+    assert f"to go on at cycle 4, the same command with: --resume-from {summary['state_id']} --cycles 3" in said
+    with (folder / "m.jsonl").open("a") as file:
+        file.write('{"cycle": 5, "cut o')
+    (folder / "go on").touch()
+    options = ("--cycles", "3", "--metrics", "m.jsonl", "--resume-from", "last")
+    done, resumed = run(folder, *options, build_loss="mine:waits")
+    assert adapter_of(resumed) == adapter_of(whole)
+    assert without_times(cycles_of(folder / "m.jsonl")) == without_times(cycles_of(folder / "whole.jsonl"))
+    assert "is moved to m.jsonl.superseded" in done.stderr
+    assert (folder / "m.jsonl.superseded").read_text().count('"cycle": ') == 2
+
+
+def test_a_state_may_start_a_training_of_its_own(folder):
+    _, first = run(folder, "--seed", "1")
+    own = ("--seed", "2", "--resume-from", first["state_id"], "--first-cycle", "0", "--metrics", "own.jsonl")
+    run(folder, *own)
+    assert [entry["cycle"] for entry in cycles_of(folder / "own.jsonl")] == [0, 1]
+
+
+def test_what_a_build_loss_kept_is_said_not_to_come_back(folder):
+    _, first = run(folder, "--seed", "1", "--metrics", "m.jsonl", build_loss="mine:keeps")
+    assert "state" not in first["warnings"]
+    done, second = run(folder, "--metrics", "m.jsonl", "--resume-from", "last", build_loss="mine:keeps")
+    assert "build_loss keeps reference in ctx.state" in done.stderr and "state" in second["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--resume-from", "state-1"), "which cycle comes next is not known; give --metrics"),
+        (("--resume-from", "last"), "which cycle comes next is not known; give --metrics"),
+        (("--resume-from", "last", "--first-cycle", "2"), "which cycle comes next is not known"),
+        (("--first-cycle", "2"), "--first-cycle belongs to --resume-from"),
+        (("--resume-from", "s", "--first-cycle", "-1"), "--first-cycle is -1"),
+        (("--resume-from", "state-0", "--metrics", "m.jsonl"), "m.jsonl holds no such state"),
+        (("--resume-from", "last", "--metrics", "none.jsonl"), "none.jsonl holds no such state"),
+        (("--resume-from", "last", "--metrics", "m.jsonl", "--first-cycle", "3"), "the next cycle is 2: leave it out"),
+        (("--resume-from", "last", "--metrics", "m.jsonl", "--seed", "2"), "--seed is 2, but 1 in the run"),
+        (("--resume-from", "last", "--metrics", "m.jsonl", "--batch-size", "2"), "--batch-size is 2, but 3 in the run"),
+        (("--resume-from", "last", "--metrics", "m.jsonl", "--sample-json", "o.jsonl"), "the data set is not the one"),
+        (("--save-every", "0"), "--save-every is 0"),
+    ],
+)
+def test_a_resume_that_could_not_go_on_exactly_is_refused_before_anything_is_created(folder, arguments, message):
+    (folder / "o.jsonl").write_text((folder / "prompts.jsonl").read_text() + json.dumps(
+        sample_request(b"all ", num_samples=4, max_tokens=6)))  # fmt: skip
+    (folder / "none.jsonl").write_text('{"cycle": 0}\n')
+    run(folder, "--seed", "1", "--metrics", "m.jsonl", "--storage", "elsewhere")
+    before = (folder / "m.jsonl").read_bytes()
+    done = loop(folder, "--build-loss", GRPO, *COMMON, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not (folder / ".whitney_local").exists() and (folder / "m.jsonl").read_bytes() == before
+
+
+# A dry run
+
+
+def checks_of(done):
+    return {
+        line[8:].partition(": ")[0]: (line[:7].strip(), line.partition(": ")[2]) for line in done.stdout.splitlines()
+    }
+
+
+NAMES = [
+    "build_loss and loss table", "options", "sample requests", "start and metrics file",
+    "service, key and capabilities",
+]  # fmt: skip
+
+
+def test_a_dry_run_lists_what_was_checked_and_creates_no_session(folder):
+    with serve(folder / "storage") as service:
+        arguments = ("--dry-run", "--build-loss", GRPO, *REMOTE, "--metrics", "m.jsonl")
+        done = loop(folder, *arguments, env=elsewhere(service))
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = checks_of(done)
+    assert list(checks) == NAMES and {verdict for verdict, _ in checks.values()} == {"ok"}
+    assert not (folder / "m.jsonl").exists()
+    assert service.api_key not in done.stdout + done.stderr
+
+
+def test_a_dry_run_asks_for_capabilities_and_nothing_else(folder):
+    offer = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
+    with ScriptedServer(reply({"providers": {"modal": offer}})) as server:
+        env = environment(WHITNEY_BASE_URL=server.base_url, WHITNEY_API_KEY="k")
+        done = loop(folder, "--dry-run", "--build-loss", GRPO, *REMOTE, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(request.method, request.path) for request in server.requests] == [("GET", "/v1/training/capabilities")]
+
+
+def test_a_dry_run_tells_everything_that_is_wrong_at_once(folder):
+    with ScriptedServer(refusal(401, "unauthorized")) as server:
+        env = environment(WHITNEY_BASE_URL=server.base_url, WHITNEY_API_KEY="k")
+        wrong = ("--model", "m", "--sample-json", "nowhere.json", "--cycles", "0", "--resume-from", "state-1")
+        done = loop(folder, "--dry-run", "--build-loss", "mydro:build_loss", *wrong, env=env)
+    checks = checks_of(done)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert list(checks) == NAMES and {verdict for verdict, _ in checks.values()} == {"FAILED"}
+    assert "'dro' is not advertised by modal" in checks[NAMES[0]][1]
+    assert "status 401" in checks[NAMES[4]][1]
