@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from journal import JournalError, clear_the_way, kept_journal
+from loop_journal import JournalError, clear_the_way, kept_journal
 from whitney_loop import (
     LOSS_SUPPORT,
     ConfigurationError,

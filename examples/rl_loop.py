@@ -49,6 +49,7 @@ class Plan:
 
     optimizer: Payload
     loss: UserLoss
+    operations: list[str]  # those that Whitney's page names, and those that the user's module says it needs
     requests: list[Payload]
     start: Start
     batches: Batches
@@ -118,6 +119,7 @@ def check_options(options: argparse.Namespace, plan: Plan) -> str:
 
 def find_build_loss(options: argparse.Namespace, plan: Plan) -> str:
     plan.loss = load_build_loss(options.build_loss, options.provider)
+    plan.operations = [*NEEDED_OPERATIONS, *plan.loss.operations]
     found = options.build_loss + (f", with a {BATCH_NAME}" if plan.loss.build_batch_loss else "")
     loss = plan.loss.loss_function
     table = (
@@ -161,7 +163,10 @@ PREPARATION: tuple[tuple[str, Callable[[argparse.Namespace, Plan], str]], ...] =
 def dry_run(options: argparse.Namespace, plan: Plan) -> int:
     """Say what was checked, a line each; 2 where something does not hold."""
     failed = False
-    plan.requests = []  # so that what comes after them can be checked where they are wrong
+    plan.requests, plan.operations = (
+        [],
+        list(NEEDED_OPERATIONS),
+    )  # where they are wrong, the rest is checked all the same
     for name, check in (*PREPARATION, ("service, key and capabilities", ask_service)):
         try:
             print(f"ok      {name}: {check(options, plan)}", flush=True)
@@ -174,8 +179,9 @@ def dry_run(options: argparse.Namespace, plan: Plan) -> int:
 
 def ask_service(options: argparse.Namespace, plan: Plan) -> str:
     with place_to_train(options) as place:
-        place.client.require_operations(options.provider, NEEDED_OPERATIONS)
-        return f"{place.client.base_url} takes the key and offers {', '.join(NEEDED_OPERATIONS)} for {options.provider}"
+        operations = plan.operations
+        place.client.require_operations(options.provider, operations)
+        return f"{place.client.base_url} takes the key and offers {', '.join(operations)} for {options.provider}"
 
 
 def configuration(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
@@ -195,10 +201,9 @@ def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Pla
     warnings = Warnings(summary)
     say_what_is_special(options, plan)
     warnings.learning_rate(options.learning_rate, embedded=place.embedded)
-    operations = [*NEEDED_OPERATIONS, *plan.loss.operations]
     with opened_metrics(options, plan) as metrics:
         try:
-            with open_run(options, place, summary, operations, plan.start.state_id) as ctx:
+            with open_run(options, place, summary, plan.operations, plan.start.state_id) as ctx:
                 where = {name: summary[name] for name in ("where", "base_url", "session_id", "run_id")}
                 started = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
                 metrics.begin(configuration(options, plan) | where | {"started": started, "first_cycle": first})
