@@ -166,7 +166,7 @@ def dry_run(options: argparse.Namespace, plan: Plan) -> int:
     plan.requests, plan.operations = (
         [],
         list(NEEDED_OPERATIONS),
-    )  # where they are wrong, the rest is checked all the same
+    )  # where they are wrong, the rest is checked still
     for name, check in (*PREPARATION, ("service, key and capabilities", ask_service)):
         try:
             print(f"ok      {name}: {check(options, plan)}", flush=True)
