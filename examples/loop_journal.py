@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from whitney_loop import RequestRejected, WhitneyClient, WhitneyError
+from whitney_loop.errors import redacted
 from whitney_loop.lifecycle import close_everything
 
 _FORGOTTEN = frozenset({404, 410})  # the service has no such thing any more
@@ -46,7 +47,7 @@ class Journal:
             return
         draft = _draft_of(path)
         with draft.open("w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
+            file.write(redacted(json.dumps(asdict(self))))
             file.flush()
             os.fsync(file.fileno())  # it must outlive a loss of power
         draft.replace(path)

@@ -30,6 +30,7 @@ from whitney_loop import (
     lora_run,
     training_session,
 )
+from whitney_loop.errors import redacted
 from whitney_loop.local import serve
 from whitney_loop.payloads import check_sample_request
 
@@ -68,6 +69,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-6, help="default: 1e-6")
     parser.add_argument("--seed", type=int, help="of adapter, sampling and order of the data (default: drawn)")
     parser.add_argument("--base-url", help="the service to train on (default: WHITNEY_BASE_URL)")
+    parser.add_argument("--ca-file", metavar="FILE", help="certificates (PEM) to trust in place of the system's")
     parser.add_argument("--local", action="store_true", help="rehearse on the embedded service, whatever is set")
     parser.add_argument("--storage", type=Path, help="folder of the embedded service (default: .whitney_local)")
     parser.add_argument("--journal", type=Path, metavar="PATH", help="file to clean up by after a kill (default: none)")
@@ -132,7 +134,7 @@ def place_to_train(options: argparse.Namespace) -> Iterator[Place]:
     """The client to train with; the embedded service is started where that is meant, and ended with the block."""
     if not is_embedded(options):
         try:
-            client = WhitneyClient(options.base_url, operation_timeout_s=options.timeout)
+            client = WhitneyClient(options.base_url, operation_timeout_s=options.timeout, ca_file=options.ca_file)
         except ConfigurationError as error:
             raise UsageError(error.message) from None
         say(f"training on {client.base_url} (as {options.provider}): what runs there may be billed")
@@ -277,7 +279,7 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
     # A manager that an interrupt cut off before its block began is cleaned up when it is freed: now, not at some time.
     gc.collect()
     if summary.get("session_id"):
-        print(json.dumps(summary), flush=True)
+        print(redacted(json.dumps(summary)), flush=True)
     return code
 
 
@@ -296,17 +298,17 @@ def show_error(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, CallableError) and cause is not None:
         own = cause.__traceback__.tb_next if cause.__traceback__ else None  # without this file's own frame
-        traceback.print_exception(type(cause), cause, own)
+        say("".join(traceback.format_exception(type(cause), cause, own)).rstrip())
     elif not isinstance(error, (WhitneyError, ValueError)):
-        traceback.print_exception(error)
-    message = f"{error}" if isinstance(error, (WhitneyError, CallableError, ValueError)) else repr(error)
+        say("".join(traceback.format_exception(error)).rstrip())
+    message = redacted(f"{error}" if isinstance(error, (WhitneyError, CallableError, ValueError)) else repr(error))
     say(f"error: {message}")
     return message
 
 
 def say(line: str) -> None:
     """One line of progress, on stderr: stdout holds the summary only."""
-    print(line, file=sys.stderr, flush=True)
+    print(redacted(line), file=sys.stderr, flush=True)  # whatever a service echoes
 
 
 def formatted(metrics: dict[str, Any]) -> str:

@@ -379,12 +379,15 @@ SEQUENCE = {"tokens": [1, 2], "logprobs": [-0.1, -0.2], "stop_reason": "stop"}
     [
         (None, "result.sequences is None"),
         ({"sequences": []}, "result.sequences is \\[\\]"),
-        ({"sequences": [SEQUENCE, "x"]}, r"result.sequences\[1\] is x"),
+        ({"sequences": [SEQUENCE, "x"]}, r"result.sequences\[1\] is 'x'"),
         ({"sequences": [SEQUENCE | {"tokens": ["1", "2"]}]}, r"sequences\[0\].tokens is .*token ids"),
         ({"sequences": [SEQUENCE | {"tokens": None}]}, r"sequences\[0\].tokens is None"),
         ({"sequences": [SEQUENCE | {"logprobs": None}]}, r"sequences\[0\].logprobs is None"),
         ({"sequences": [SEQUENCE | {"logprobs": [-0.1, None]}]}, r"sequences\[0\].logprobs is \[-0.1, None\]"),
-        ({"sequences": [SEQUENCE | {"logprobs": [-0.1]}]}, r"logprobs is of 1 entries, expected 2"),
+        (
+            {"sequences": [SEQUENCE | {"logprobs": [-0.1]}]},
+            r"logprobs is \[-0.1\], expected 2 .*, not 1",
+        ),
         ({"sequences": [{"tokens": [1, 2]}]}, r"sequences\[0\].logprobs is None"),
     ],
 )

@@ -17,9 +17,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     close.add_argument("session_id", metavar="SESSION_ID")
     close.add_argument("--base-url", help="default: WHITNEY_BASE_URL; the key always comes from WHITNEY_API_KEY")
+    close.add_argument("--ca-file", metavar="FILE", help="certificates (PEM) to trust in place of the system's")
     options = parser.parse_args(arguments)
     try:
-        cancelled = close_everything(WhitneyClient(options.base_url), options.session_id)
+        cancelled = close_everything(WhitneyClient(options.base_url, ca_file=options.ca_file), options.session_id)
     except WhitneyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

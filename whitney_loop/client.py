@@ -18,7 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from whitney_loop.errors import (
     ConfigurationError,
@@ -27,6 +27,7 @@ from whitney_loop.errors import (
     RunBroken,
     UnexpectedResponse,
     WhitneyError,
+    redacted,
 )
 from whitney_loop.transport import Transport
 
@@ -92,6 +93,8 @@ class Wire:
 _LONG_POLL_S = 20  # below the idle limits of common proxies (60 s)
 _FIRST_PAUSE_S = 0.02  # between polls of a server that does not hold them
 _LONGEST_PAUSE_S = 5.0
+_LONGEST_LISTING = 400  # characters; the names of the contract take half of it
+_LONGEST_ID = 300  # characters
 _PATIENCE_S = 30.0  # an operation that takes longer says so in the log, each time this passes
 
 
@@ -130,8 +133,9 @@ class WhitneyClient:
 
     ``base_url`` and ``api_key`` default to WHITNEY_BASE_URL and WHITNEY_API_KEY; no host is guessed. Seconds:
     ``operation_timeout_s`` from an operation's start to its result, ``submit_timeout_s`` for getting any request
-    accepted, retries included, ``exchange_timeout_s`` for one attempt. Raises ConfigurationError where the URL or
-    the key can not be used. ``accepted`` counts the operations that the service took, by kind; ``closed_sessions`` are
+    accepted, retries included, ``exchange_timeout_s`` for one attempt. TLS is always verified; ``ca_file`` (PEM) names
+    whom to trust in place of the system's authorities. Raises ConfigurationError where the URL, the key or
+    the file can not be used. ``accepted`` counts the operations that the service took, by kind; ``closed_sessions`` are
     the ids of those that it was asked to close, and did.
     """
 
@@ -143,12 +147,16 @@ class WhitneyClient:
         operation_timeout_s: float = 3600.0,
         submit_timeout_s: float = 300.0,
         exchange_timeout_s: float = 60.0,
+        ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
         base_url = base_url or os.environ.get("WHITNEY_BASE_URL")
         if not base_url:
             raise ConfigurationError("no base URL: pass base_url or set WHITNEY_BASE_URL", outcome="not_sent")
         key = api_key if api_key is not None else os.environ.get("WHITNEY_API_KEY")
-        self._transport = Transport(base_url, key, exchange_timeout_s=exchange_timeout_s, read_error=_read_error)
+        self._transport = Transport(
+            base_url, key, exchange_timeout_s=exchange_timeout_s, read_error=_read_error, ca_file=ca_file
+        )
+        self.ca_file = None if ca_file is None else os.fspath(ca_file)
         self.base_url = self._transport.base_url
         self.operation_timeout_s = operation_timeout_s
         self.submit_timeout_s = submit_timeout_s
@@ -176,7 +184,7 @@ class WhitneyClient:
                 raise UnexpectedResponse("capabilities: providers is not an object in the answer", outcome="rejected")
             if provider not in providers:
                 raise ConfigurationError(
-                    f"{self.base_url} does not offer provider {provider!r}; it has {', '.join(sorted(providers))}",
+                    f"{self.base_url} does not offer provider {provider!r}; it has {_listed(providers)}",
                     outcome="not_sent",
                 )
             entry = providers[provider]
@@ -186,8 +194,7 @@ class WhitneyClient:
         missing = [name for name in names if name not in offered]
         if missing:
             raise ConfigurationError(
-                f"{self.base_url} does not offer {', '.join(missing)} for {provider}; it has "
-                f"{', '.join(map(str, offered))}",
+                f"{self.base_url} does not offer {', '.join(missing)} for {provider}; it has {_listed(offered)}",
                 outcome="not_sent",
             )
 
@@ -245,11 +252,11 @@ class WhitneyClient:
         pause = _FIRST_PAUSE_S
         while True:
             run = self.run(run_id)
-            if run.get(Wire.STATUS) in Wire.ENDED_RUN:
+            if str(run.get(Wire.STATUS)) in Wire.ENDED_RUN:  # str: what is no status may not even be hashable
                 return run
             if time.monotonic() + pause > deadline:
                 raise OperationTimeout(
-                    f"run {run_id} is {run.get(Wire.STATUS)!r} after {timeout_s:.0f} s, not ended",
+                    f"run {run_id} is {_shown(run.get(Wire.STATUS))} after {timeout_s:.0f} s, not ended",
                     outcome="unknown",
                 )
             time.sleep(pause)
@@ -306,11 +313,11 @@ class WhitneyClient:
             except BaseException as error:
                 order.broken = _why_broken(error, kind, seq_id)
                 if isinstance(error, WhitneyError):
-                    error.method, error.path = error.method or "POST", error.path or path
+                    error.method, error.path = error.method or "POST", error.path or redacted(path)
                 raise
         with self._lock:
             self.accepted[kind] += 1
-        return PendingOperation(run_id, kind, seq_id, path, answer, self._ended)
+        return PendingOperation(run_id, kind, seq_id, redacted(path), answer, self._ended)
 
     def _ended(self, pending: PendingOperation, operation: dict[str, Any]) -> dict[str, Any]:
         """The operation once it has ended, however long the service holds a poll."""
@@ -324,7 +331,7 @@ class WhitneyClient:
             left = deadline - asked
             if left <= 0:
                 raise OperationTimeout(
-                    f"{kind} was accepted and is {operation[Wire.STATUS]!r}, but did not end in "
+                    f"{kind} was accepted and is {_shown(operation[Wire.STATUS])}, but did not end in "
                     f"{self.operation_timeout_s:.0f} s; it may still",
                     outcome="unknown", seq_id=seq_id,
                 )  # fmt: skip
@@ -361,7 +368,9 @@ class WhitneyClient:
         answer = self.run(run_id)
         seq_id = answer.get(Wire.NEXT_SEQ_ID)
         if type(seq_id) is not int or seq_id < 1:
-            raise UnexpectedResponse(f"run {run_id}: next_seq_id is {seq_id!r}, not an integer ≥ 1", outcome="not_sent")
+            raise UnexpectedResponse(
+                f"run {run_id}: next_seq_id is {_shown(seq_id)}, not an integer ≥ 1", outcome="not_sent"
+            )
         return seq_id
 
     # Requests
@@ -371,9 +380,9 @@ class WhitneyClient:
         headers = {Wire.IDEMPOTENCY_KEY: key}
         answer = self._exchange("POST", path, _json(body, path).encode(), headers=headers)
         made = answer.get(id_field)
-        if not isinstance(made, str) or not made:
+        if not _is_id(made):
             raise UnexpectedResponse(
-                f"{id_field} is {made!r} in the answer, not an id",
+                f"{id_field} is {_shown(made)} in the answer, not an id",
                 outcome="unknown",
                 method="POST",
                 path=path,
@@ -405,9 +414,9 @@ class WhitneyClient:
 def result_sampler_id(result: Mapping[str, Any]) -> str:
     """The ``sampler_id`` that ``save_weights_for_sampler`` gave; UnexpectedResponse where there is none."""
     sampler_id = result.get(Wire.SAMPLER_ID) if isinstance(result, Mapping) else None
-    if not isinstance(sampler_id, str) or not sampler_id:
+    if not _is_id(sampler_id):
         raise UnexpectedResponse(
-            f"save_weights_for_sampler: result.sampler_id is {sampler_id!r}, expected an id",
+            f"save_weights_for_sampler: result.sampler_id is {_shown(sampler_id)}, expected an id",
             outcome="unknown",
         )
     return sampler_id
@@ -431,13 +440,34 @@ def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(logprobs, list) or not all(_is_finite(logprob) for logprob in logprobs):
             raise _bad_sample(f"{where}.logprobs", logprobs, "a list of finite numbers, one per token")
         if len(logprobs) != len(tokens):
-            raise _bad_sample(f"{where}.logprobs", f"of {len(logprobs)} entries", f"{len(tokens)}, one per token")
+            raise _bad_sample(
+                f"{where}.logprobs", logprobs, f"{len(tokens)} numbers, one per token, not {len(logprobs)}"
+            )
     return sequences
 
 
 def _bad_sample(where: str, found: object, expected: str) -> UnexpectedResponse:
-    shown = found if isinstance(found, str) else reprlib.repr(found)
-    return UnexpectedResponse(f"sample: result.{where} is {shown}, expected {expected}", outcome="unknown")
+    return UnexpectedResponse(f"sample: result.{where} is {_shown(found)}, expected {expected}", outcome="unknown")
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str)
+
+
+def _is_id(value: object) -> TypeGuard[str]:
+    """Whether it can stand in a path and in a message."""
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_ID and value.isprintable()
+
+
+def _shown(value: object) -> str:
+    """What stands there, in few characters."""
+    return reprlib.repr(value)
+
+
+def _listed(names: Collection[object]) -> str:
+    """What a service offers, which may be anything."""
+    shown = [name if isinstance(name, str) else _shown(name) for name in names]
+    return f"{', '.join(sorted(shown))[:_LONGEST_LISTING]}"
 
 
 def _is_finite(value: object) -> bool:
@@ -467,17 +497,16 @@ def _read_error(body: dict[str, Any]) -> dict[str, Any]:
 
 def _require_operation(answer: dict[str, Any], kind: str, seq_id: int, operation_id: str | None = None) -> None:
     """Raise UnexpectedResponse where this is no operation, or not the one that was asked about."""
-    for name in (Wire.OPERATION_ID, Wire.STATUS):
-        if not isinstance(answer.get(name), str):
-            raise UnexpectedResponse(
-                f"{kind}: {name} is {answer.get(name)!r} in the answer, not a string", outcome="unknown", seq_id=seq_id
-            )
+    for name, fits, what in ((Wire.OPERATION_ID, _is_id, "an id"), (Wire.STATUS, _is_text, "a string")):
+        if not fits(answer.get(name)):
+            found = f"{name} is {_shown(answer.get(name))} in the answer, not {what}"
+            raise UnexpectedResponse(f"{kind}: {found}", outcome="unknown", seq_id=seq_id)
     expected = {Wire.SEQ_ID: seq_id, Wire.KIND: kind, Wire.OPERATION_ID: operation_id or answer[Wire.OPERATION_ID]}
     for name, value in expected.items():
         found = answer.setdefault(name, value)
         if type(found) is not type(value) or found != value:
             raise UnexpectedResponse(
-                f"{kind}: {name} is {found!r} in the answer, expected {value!r}", outcome="unknown", seq_id=seq_id
+                f"{kind}: {name} is {_shown(found)} in the answer, expected {value!r}", outcome="unknown", seq_id=seq_id
             )
 
 
@@ -504,5 +533,7 @@ def _result_of(operation: dict[str, Any], kind: str) -> dict[str, Any]:
             retryable=error.get(Wire.ERROR_RETRYABLE) is True,
         )
     if not isinstance(result, dict):
-        raise UnexpectedResponse(f"{kind}: result is {result!r}, expected an object", outcome="unknown", seq_id=seq_id)
+        raise UnexpectedResponse(
+            f"{kind}: result is {_shown(result)}, expected an object", outcome="unknown", seq_id=seq_id
+        )
     return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.parse
 from typing import Any, Literal
 
 Outcome = Literal["not_sent", "rejected", "failed", "unknown"]
@@ -9,17 +11,21 @@ Outcome = Literal["not_sent", "rejected", "failed", "unknown"]
 failed without effect; or it may have taken effect."""
 
 
+_SHORTEST_SECRET = 8  # characters; a shorter key is none, and would black out half of every message
+
 _secrets: set[str] = set()
 
 
 def keep_out_of_errors(secret: str) -> None:
     """From now on no WhitneyError of this process holds ``secret``, whatever a service echoes."""
-    _secrets.add(secret)
+    if len(secret) >= _SHORTEST_SECRET:
+        # As it is, and as it looks in a path, in a repr and in JSON.
+        _secrets.update({secret, urllib.parse.quote(secret, safe=""), repr(secret)[1:-1], json.dumps(secret)[1:-1]})
 
 
 def redacted(text: str) -> str:
     """The text with ``[key]`` in place of every key that was given to a client."""
-    for secret in _secrets:
+    for secret in sorted(_secrets, key=len, reverse=True):  # one may be part of another
         text = text.replace(secret, "[key]")
     return text
 
@@ -51,7 +57,7 @@ class WhitneyError(Exception):
         self.message = message
         self.outcome: Outcome = outcome
         self.method = method
-        self.path = path
+        self.path = redacted(path) if path else path
         self.status = status
         self.code = redacted(code) if isinstance(code, str) else None
         self.request_id = redacted(request_id) if isinstance(request_id, str) else None

@@ -7,13 +7,14 @@ clean-up that fails is logged and never hides the error that came first. An inte
 from __future__ import annotations
 
 import logging
+import shlex
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from whitney_loop.client import WhitneyClient, Wire
-from whitney_loop.errors import RequestRejected, WhitneyError
+from whitney_loop.errors import RequestRejected, WhitneyError, redacted
 
 logger = logging.getLogger("whitney_loop")
 
@@ -87,7 +88,7 @@ def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
         try:
             client.cancel(run_id)
         except WhitneyError as error:
-            logger.error("run %s could not be cancelled: %s", run_id, error)
+            logger.error("run %s could not be cancelled: %s", redacted(run_id), error)
     client.close_session(session_id)
     for run_id in open_runs:
         client.wait_until_terminal(run_id, timeout_s=client.submit_timeout_s)
@@ -96,14 +97,16 @@ def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
 
 def close_command(client: WhitneyClient, session_id: str) -> str:
     """The command that does the same from a shell."""
-    return f"python -m whitney_loop close {session_id} --base-url {client.base_url}"
+    words = ["python", "-m", "whitney_loop", "close", session_id, "--base-url", client.base_url]
+    words += [] if client.ca_file is None else ["--ca-file", client.ca_file]
+    return redacted(shlex.join(words))
 
 
 def _finish(client: WhitneyClient, run_id: str) -> None:
     try:
         client.finish(run_id)
     except RequestRejected as error:
-        if error.code != Wire.RUN_NOT_ACTIVE or client.run(run_id).get(Wire.STATUS) not in Wire.CANCELLED_RUN:
+        if error.code != Wire.RUN_NOT_ACTIVE or str(client.run(run_id).get(Wire.STATUS)) not in Wire.CANCELLED_RUN:
             raise
     client.wait_until_terminal(run_id)
 
@@ -128,7 +131,7 @@ class _Held:
     settled: bool = False  # given up, or said to be open
 
     def name(self) -> str:
-        return f"{self.what} (its id did not come)" if self.id is None else f"{self.what} {self.id}"
+        return f"{self.what} (its id did not come)" if self.id is None else redacted(f"{self.what} {self.id}")
 
     def how_to_close(self) -> str:
         return "" if self.id is None else f" ({self.command(self.id)})"

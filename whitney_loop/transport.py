@@ -13,6 +13,7 @@ import io
 import ipaddress
 import json
 import logging
+import os
 import random
 import re
 import socket
@@ -53,7 +54,15 @@ ReadError = Callable[[dict[str, Any]], dict[str, Any]]
 class Transport:
     """Sends to one base URL, with one key. Thread-safe: it holds no connection and no state."""
 
-    def __init__(self, base_url: str, api_key: str | None, *, exchange_timeout_s: float, read_error: ReadError) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None,
+        *,
+        exchange_timeout_s: float,
+        read_error: ReadError,
+        ca_file: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.base_url = _checked_base_url(base_url)
         self._key = _checked_key(api_key)
         if self._key:
@@ -66,9 +75,13 @@ class Transport:
                 f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address is spoken to without)",
                 outcome="not_sent",
             )
-        # A proxy named in the environment is honoured, but never sees what goes to this machine itself.
+        # A proxy named in the environment is honoured, but never sees what goes to this machine itself. What goes
+        # elsewhere goes by https, so that a proxy gets CONNECT with the host, and then sees TLS only.
         proxies = urllib.request.ProxyHandler({}) if loopback else urllib.request.ProxyHandler()
-        self._opener = urllib.request.build_opener(proxies, _NoRedirect, _TimedHTTPHandler, _TimedHTTPSHandler)
+        handlers: list[Any] = [proxies, _NoRedirect, _TimedHTTPHandler]
+        if self.base_url.startswith("https:"):
+            handlers.append(_TimedHTTPSHandler(_verifying_context(ca_file)))
+        self._opener = urllib.request.build_opener(*handlers)
 
     def exchange(
         self,
@@ -163,7 +176,8 @@ class Transport:
         name = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(cause)
         if isinstance(cause, ssl.SSLCertVerificationError):
             return ConfigurationError(
-                f"the certificate of {self.base_url} is not trusted: {cause.verify_message}",
+                f"the certificate of {self.base_url} is not trusted: {cause.verify_message}. Where its authority is "
+                "your own, name that one's certificate with ca_file (--ca-file)",
                 outcome="not_sent",
                 **facts,
             )
@@ -186,7 +200,7 @@ class Transport:
         logger.warning(
             "%s %s: %s; attempt %d, again in %.1f s",
             facts["method"],
-            facts["path"],
+            redacted(facts["path"]),
             trouble,
             facts["attempts"],
             pause,
@@ -264,8 +278,21 @@ class _TimedHTTPHandler(urllib.request.HTTPHandler):
 
 
 class _TimedHTTPSHandler(urllib.request.HTTPSHandler):
+    def __init__(self, context: ssl.SSLContext) -> None:
+        super().__init__(context=context)
+        self._verifying = context
+
     def https_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(_TimedHTTPSConnection, req)
+        return self.do_open(_TimedHTTPSConnection, req, context=self._verifying)
+
+
+def _verifying_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
+    """Certificates and names are always verified; by ``ca_file`` where it is given, else by the system's."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        why = f"{error.strerror or error}; expected a file of certificates in PEM"
+        raise ConfigurationError(f"ca_file {ca_file} can not be used: {why}", outcome="not_sent") from None
 
 
 def _read(response: http.client.HTTPResponse, facts: dict[str, Any]) -> bytes:

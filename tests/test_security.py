@@ -1,0 +1,292 @@
+"""The key never leaves for another host, TLS is always verified, and what comes back is limited."""
+
+import json
+import logging
+import socket
+import threading
+import time
+import traceback
+
+import pytest
+
+from loop_in_process import left_open
+from scripted_server import ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
+from tls import Authority, ConnectProxy, TLSServer, needs_openssl
+from whitney_loop import ConfigurationError, RequestRejected, UnexpectedResponse, WhitneyClient, WhitneyError, transport
+from whitney_loop.__main__ import main as close_main
+from whitney_loop.local import serve
+
+KEY = "k'\"\\/%-that-no-one-may-see"  # with what is escaped in a repr, in JSON and in a path
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@needs_openssl
+def test_a_certificate_of_the_given_authority_is_trusted(authority):
+    with TLSServer(authority.certificate("DNS:localhost"), reply({"providers": {}})) as server:
+        client = WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file)
+        assert client.capabilities() == {"providers": {}}
+    assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("names", "days", "trusted", "message"),
+    [
+        (["DNS:localhost"], 2, False, "unable to get local issuer certificate"),
+        (["DNS:elsewhere.test"], 2, True, "Hostname mismatch"),
+        (["DNS:localhost"], -1, True, "certificate has expired"),
+    ],
+    ids=["untrusted", "wrong name", "expired"],
+)
+def test_a_certificate_that_does_not_hold_is_refused_at_once_and_gets_no_key(authority, names, days, trusted, message):
+    with TLSServer(authority.certificate(*names, days=days), reply({})) as server:
+        client = WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file if trusted else None)
+        with pytest.raises(ConfigurationError, match=message) as caught:
+            client.capabilities()
+    assert server.requests == []
+    assert (caught.value.outcome, caught.value.attempts) == ("not_sent", 1) and "--ca-file" in str(caught.value)
+
+
+@needs_openssl
+def test_a_context_that_someone_made_lax_for_all_of_python_is_not_used(authority, monkeypatch):
+    import ssl
+
+    monkeypatch.setattr(ssl, "_create_default_https_context", ssl._create_unverified_context)
+    with TLSServer(authority.certificate("DNS:localhost"), reply({})) as server:
+        with pytest.raises(ConfigurationError, match="not trusted"):
+            WhitneyClient(server.base_url, KEY).capabilities()
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("text", [None, "", "no certificate"])
+def test_a_ca_file_that_holds_no_certificate_is_refused(tmp_path, text):
+    path = tmp_path / "ca.pem"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigurationError, match="ca.pem can not be used: .*PEM"):
+        WhitneyClient("https://localhost:1", KEY, ca_file=path)
+
+
+@needs_openssl
+def test_the_commands_take_a_ca_file_and_name_it_in_what_they_print(authority, loop, tmp_path, monkeypatch, capsys):
+    script = [refusal(404, "not_found")] * 2
+    with TLSServer(authority.certificate("DNS:localhost"), *script) as server:
+        monkeypatch.setenv("WHITNEY_API_KEY", KEY)
+        options = ["--base-url", server.base_url, "--ca-file", str(authority.ca_file)]
+        assert close_main(["close", "ses-1", *options]) == 1
+        assert "not_found" in capsys.readouterr().err
+    client = WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file)
+    from whitney_loop.lifecycle import close_command
+
+    assert close_command(client, "ses-1").endswith(f"--ca-file {authority.ca_file}")
+
+
+# Proxies
+
+
+@needs_openssl
+def test_a_proxy_of_the_environment_gets_connect_and_never_the_key(authority, monkeypatch):
+    certificate = authority.certificate("DNS:whitney.test")
+    with TLSServer(certificate, reply({"providers": {}}), host="whitney.test") as server:
+        with ConnectProxy(server.port) as proxy:
+            monkeypatch.setenv("https_proxy", proxy.base_url)
+            client = WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file)
+            assert client.capabilities() == {"providers": {}}
+    assert proxy.heard[0].startswith(f"CONNECT whitney.test:{server.port} ".encode())
+    assert KEY.encode() not in b"".join(proxy.heard) and b"uthorization" not in b"".join(proxy.heard)
+    assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "all_proxy", "HTTPS_PROXY", "ALL_PROXY"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_no_proxy_sees_what_goes_to_loopback(monkeypatch, name, host):
+    with ScriptedServer() as proxy, ScriptedServer(reply({})) as server:
+        monkeypatch.setenv(name, proxy.base_url)
+        WhitneyClient(server.base_url.replace("127.0.0.1", host), KEY).capabilities()
+    assert proxy.requests == [] and len(server.requests) == 1
+
+
+# Redirects
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 304, 307, 308])
+@pytest.mark.parametrize("verb", ["GET", "POST"])
+def test_no_redirect_is_followed(status, verb):
+    with ScriptedServer() as elsewhere:
+        with ScriptedServer(reply("", status, [f"Location: {elsewhere.base_url}/"])) as server:
+            client = WhitneyClient(server.base_url, KEY)
+            with pytest.raises(RequestRejected, match="redirect"):
+                client.capabilities() if verb == "GET" else client.create_session("modal")
+    assert elsewhere.requests == [] and len(server.requests) == 1
+
+
+# The size of an answer
+
+
+def endless(head):
+    def act(connection):
+        connection.sendall(head)
+        try:
+            while True:
+                connection.sendall(b"10\r\n" + b" " * 16 + b"\r\n" if b"chunked" in head else b" " * 4096)
+        except OSError:
+            pass
+
+    return act
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+@pytest.mark.parametrize("length", ["Content-Length: 9999999999", "Transfer-Encoding: chunked", "X-Until: the end"])
+def test_an_answer_without_end_is_cut_off(monkeypatch, status, length):
+    monkeypatch.setattr(transport, "_LARGEST_BODY", 100_000)
+    head = f"HTTP/1.1 {status} Whatever\r\n{length}\r\n\r\n".encode()
+    with ScriptedServer(endless(head)) as server, pytest.raises(UnexpectedResponse, match="larger than 100000 bytes"):
+        WhitneyClient(server.base_url, KEY).capabilities()
+
+
+# The key is in nothing that anyone can read
+
+
+def echoes():
+    """Answers that hold the key wherever an answer can hold something."""
+    error = {"error": {"code": KEY, "message": f"Bearer {KEY}", "retryable": False}, "request_id": KEY}
+    for status in (400, 401, 404, 409, 410, 422, 500, 501, 503, 429):
+        yield reply(error, status, [f"Retry-After: {KEY}"])
+        yield reply(f"<html>{KEY}</html>", status)
+    yield reply(f"<html>{KEY}</html>")
+    yield reply({"operations": KEY, "session_id": [KEY], "run_id": {KEY: KEY}, "next_seq_id": KEY})
+    yield reply({"providers": {KEY: {"operations": [KEY]}}})
+    yield reply({"providers": {"modal": {"operations": [KEY]}}})
+    yield reply({"session_id": KEY, "run_id": KEY, "operation_id": KEY, "status": KEY, "next_seq_id": 1})
+    yield reply("", 307, [f"Location: http://{KEY}/"])
+    yield f"HTTP/1.1 {KEY} {KEY}\r\n\r\n".encode()
+    yield f"HTTP/1.1 418 {KEY}\r\nContent-Length: 0\r\n\r\n".encode()
+    yield f"Authorization: Bearer {KEY}\r\n\r\n".encode()
+    yield f"HTTP/1.1 200 OK\r\nContent-Length: {KEY}\r\n\r\n{{".encode()
+    yield f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{KEY}\r\n".encode()
+    yield reply(f'{{"operation_id": "{KEY}', declared_length=500)
+    yield operation("failed", error={"code": KEY, "message": KEY})
+    yield operation(operation_id=KEY, status="failed", error={"code": KEY, "message": KEY})
+    yield operation(result=KEY)
+    yield operation(kind=KEY)
+    yield operation(status=[KEY])
+    yield operation(status=KEY, operation_id=KEY)
+    yield from (drop, reset_after(b"HTTP/1.1 200 OK\r\n"), stall, drip(b"HTTP/1.1 200 OK\r\n\r\n"))
+
+
+CALLS = {
+    "capabilities": lambda client: client.require_operations("modal", ["sample"]),
+    "create_session": lambda client: client.create_session("modal"),
+    "create_lora_run": lambda client: client.create_lora_run(KEY, model=KEY),
+    "session": lambda client: client.session(KEY),
+    "run": lambda client: client.run(KEY),
+    "finish": lambda client: client.finish(KEY),
+    "cancel": lambda client: client.cancel(KEY),
+    "close": lambda client: client.close_session(KEY),
+    "wait": lambda client: client.wait_until_terminal("run-1", timeout_s=0),
+    "operation": lambda client: client.run_operation("run-1", "optim_step", {}),
+    "sampler": lambda client: client.sampler_operation("run-1", KEY, "sample", {"prompt": KEY}),
+    "no JSON": lambda client: client.run_operation("run-1", "optim_step", {"x": object()}),
+}  # fmt: skip
+
+
+def forms_of_the_key():
+    import urllib.parse
+
+    return {KEY, repr(KEY)[1:-1], json.dumps(KEY)[1:-1], urllib.parse.quote(KEY, safe="")}
+
+
+def all_of(error):
+    """Everything that can be read off an exception."""
+    return "".join([str(error), repr(error), repr(vars(error)), *traceback.format_exception(error)])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_error_and_no_log_line_holds_the_key_whatever_a_service_echoes(call, caplog, monkeypatch):
+    monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
+    caplog.set_level(logging.DEBUG)
+    raised = 0
+    for position, echo in enumerate(echoes()):
+        # Where an operation's first exchange is about the run, each echo comes at that one and at the operation.
+        for before in ([], [run()], [run(), operation("running")]) if call in ("operation", "sampler") else ([],):
+            with ScriptedServer(*before, echo, echo) as server:
+                client = WhitneyClient(
+                    server.base_url, KEY, submit_timeout_s=0.02, exchange_timeout_s=0.02, operation_timeout_s=0.05
+                )
+                try:
+                    CALLS[call](client)
+                except (WhitneyError, ValueError) as error:
+                    raised += 1
+                    text = all_of(error) + caplog.text + repr(client)
+                    assert not [form for form in forms_of_the_key() if form in text], (position, text)
+    assert raised > 20
+    assert not [form for form in forms_of_the_key() if form in caplog.text]
+
+
+def test_no_output_and_no_journal_of_the_loop_holds_a_key_that_the_service_echoes(loop, tmp_path):
+    offer = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
+    ids = {"session_id": f"ses-{KEY}", "run_id": f"run-{KEY}", "next_seq_id": 1, "note": KEY, "status": "active"}
+    script = [reply(offer), reply(ids), reply(ids), reply(ids), reply(ids)]
+    script += [operation("failed", error={"code": KEY, "message": KEY})] + [drop] * 60
+
+    class Keyed:
+        api_key = KEY
+
+    with ScriptedServer(*script) as server:
+        code, summary, err = loop(Keyed, server.base_url, 1, "--journal", "journal.json", submit_timeout_s=0.05)
+    assert code == 1 and summary["session_id"] == "ses-[key]"
+    assert "may still be open: run run-[key]" in err
+    text = err + json.dumps(summary) + (tmp_path / "journal.json").read_text()
+    assert not [form for form in forms_of_the_key() if form in text]
+
+
+# The embedded service
+
+
+def test_slow_clients_keep_nobody_waiting(tmp_path):
+    with serve(tmp_path) as service:
+        host, port = service.base_url.removeprefix("http://").split(":")
+        slow = [socket.create_connection((host, int(port))) for _ in range(100)]
+        for number, connection in enumerate(slow):
+            connection.sendall(b"POST /v1/training/sessions HTTP/1.1\r\nContent-Length: 100\r\n"[: 5 + number])
+        started = time.monotonic()
+        assert WhitneyClient(service.base_url, service.api_key).capabilities()["providers"]
+        assert time.monotonic() - started < 5
+        for connection in slow:
+            connection.close()
+
+
+def test_keys_are_compared_in_constant_time(tmp_path, monkeypatch):
+    import hmac
+
+    compared = []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
+    with serve(tmp_path) as service:
+        for key in ("wrong", service.api_key[:-1], service.api_key):
+            try:
+                WhitneyClient(service.base_url, key).capabilities()
+            except RequestRejected as error:
+                assert error.status == 401
+    assert [given for given, _ in compared] == [b"wrong", service.api_key[:-1].encode(), service.api_key.encode()]
+
+
+def test_many_clients_leave_no_thread_behind(tmp_path, everything):
+    with serve(tmp_path) as service:
+        client = WhitneyClient(service.base_url, service.api_key)
+        client.capabilities()
+        before = threading.active_count()
+        for _ in range(300):
+            client.capabilities()
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        assert threading.active_count() <= before
+        assert left_open(everything()) == []

@@ -1,0 +1,115 @@
+"""Certificates made on the spot by the ``openssl`` command, and a TLS server and a proxy on loopback that use them."""
+
+import contextlib
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+
+import pytest
+
+from scripted_server import ScriptedServer
+
+_KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+
+
+class Authority:
+    """A certificate authority in a folder; ``ca_file`` is its certificate."""
+
+    def __init__(self, folder):
+        self.folder, self.ca_file = folder, folder / "ca.pem"
+        extensions = ["-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign"]
+        self._openssl("req", "-x509", *_KEY, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2",
+                      "-subj", "/CN=authority of the test", *extensions)  # fmt: skip
+
+    def certificate(self, *names, days=2):
+        """A file with the key and the certificate of a server; negative days: one that has expired."""
+        (self.folder / "extensions").write_text(
+            f"subjectAltName={','.join(names)}\nauthorityKeyIdentifier=keyid\nsubjectKeyIdentifier=hash\n"
+        )
+        self._openssl("req", *_KEY, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=server of the test")
+        self._openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+                      "-out", "server.pem", "-days", str(days), "-extfile", "extensions")  # fmt: skip
+        both = self.folder / "both.pem"
+        both.write_text((self.folder / "server.key").read_text() + (self.folder / "server.pem").read_text())
+        return both
+
+    def _openssl(self, *arguments):
+        done = subprocess.run(["openssl", *arguments], cwd=self.folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"this openssl can not: {done.stderr}")
+
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command makes the certificates")
+
+
+class TLSServer(ScriptedServer):
+    """A scripted server behind TLS; ``host`` is the name that the client asks for."""
+
+    def __init__(self, certificate, *script, host="localhost"):
+        super().__init__(*script)
+        self.port = self.base_url.rpartition(":")[2]
+        self.base_url = f"https://{host}:{self.port}"
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        self._listener = _Wrapping(self._listener, context)
+
+
+class _Wrapping:
+    def __init__(self, listener, context):
+        self._listener, self._context = listener, context
+
+    def accept(self):
+        while True:
+            connection, address = self._listener.accept()
+            try:
+                return self._context.wrap_socket(connection, server_side=True), address
+            except OSError:  # the client did not trust us
+                connection.close()
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+
+class ConnectProxy:
+    """An HTTP proxy that tunnels every CONNECT to one port of this machine; ``heard``: what it could read."""
+
+    def __init__(self, port):
+        self._port = int(port)
+        self.heard = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _serve(self):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection, socket.create_connection(("127.0.0.1", self._port)) as onward:
+                    head = b""
+                    while b"\r\n\r\n" not in head:
+                        head += connection.recv(4096)
+                    self.heard.append(head)
+                    connection.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                    back = threading.Thread(target=self._pump, args=(onward, connection))
+                    back.start()
+                    self._pump(connection, onward, self.heard)
+                    back.join()
+
+    def _pump(self, source, target, heard=None):
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(65536):
+                if heard is not None:
+                    heard.append(chunk)
+                target.sendall(chunk)
+            target.shutdown(socket.SHUT_WR)
