@@ -35,7 +35,7 @@ def tensor(dtype: str, values: Iterable[Any]) -> Tensor:
     Source: Whitney, "Datum helpers".
     """
     if dtype not in ("int64", "float32"):
-        raise ValueError(f"dtype is {dtype!r}, expected 'int64' (token ids) or 'float32' (everything else)")
+        raise ValueError(f"dtype is {_show(dtype)}, expected 'int64' (token ids) or 'float32' (everything else)")
     numbers = _token_ids(values, "values") if dtype == "int64" else _numbers(values, "values")
     return {"dtype": dtype, "shape": [len(numbers)], "values": numbers}
 

@@ -38,10 +38,10 @@ def require_advertised_loss(
     """
     supported = support.get(provider) if isinstance(provider, str) else None
     if supported is None:
-        raise ValueError(f"provider {provider!r} is not known; known: {', '.join(sorted(support))}")
+        raise ValueError(f"provider {_name(provider)} is not known; known: {', '.join(sorted(support))}")
     if not isinstance(loss_function, str) or loss_function not in supported:
         raise ValueError(
-            f"loss_function {loss_function!r} is not advertised by {provider}; it has "
+            f"loss_function {_name(loss_function)} is not advertised by {provider}; it has "
             f"{', '.join(sorted(supported))}. Do not replace one algorithm by another: choose a provider that has it"
         )
 
@@ -62,10 +62,15 @@ def require_loss_config(provider: str, loss_function: str, loss_config: Mapping[
     for key, value in loss_config.items():
         if key not in allowed:
             raise ValueError(
-                f"loss_config.{key} is no key of {loss_function} on {provider}; it takes "
+                f"loss_config.{key!s:.80} is no key of {loss_function} on {provider}; it takes "
                 f"{', '.join(sorted(allowed)) or 'no keys'}{_remedy(provider, key)}"
             )
         _require_config_value(key, value)
+
+
+def _name(value: object) -> str:
+    """A name as it was given, cut short; of anything else the type."""
+    return f"{value!r:.80}" if isinstance(value, str) else f"of type {type(value).__name__}"
 
 
 def _remedy(provider: str, key: str) -> str:
