@@ -204,19 +204,10 @@ def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Pla
     with opened_metrics(options, plan) as metrics:
         try:
             with open_run(options, place, summary, plan.operations, plan.start.state_id) as ctx:
+                began = {"first_cycle": first, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
                 where = {name: summary[name] for name in ("where", "base_url", "session_id", "run_id")}
-                started = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
-                metrics.begin(configuration(options, plan) | where | {"started": started, "first_cycle": first})
-                began = time.monotonic()
-                for cycle in range(first, end):
-                    record, line = train_one_cycle(cycle, ctx, plan, options, summary, warnings)
-                    pace = rate_and_time_left(time.monotonic() - began, cycle + 1 - first, end - cycle - 1)
-                    say(f"{line}  {pace}" if sys.stderr.isatty() else line)
-                    metrics.write(record)
-                    if plan.start.state_id and cycle == first:
-                        warnings.state_of_build_loss(sorted(ctx.state))
-                    if options.save_every and (cycle + 1) % options.save_every == 0 and cycle + 1 < end:
-                        save_state(ctx, cycle + 1, summary, metrics)
+                metrics.begin(configuration(options, plan) | where | began)
+                run_cycles(range(first, end), ctx, plan, options, summary, warnings, metrics)
             summary["next_cycle"] = end
             metrics.state(summary["state_id"], end)
         except BaseException:
@@ -226,6 +217,29 @@ def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Pla
         say("error: every cycle was skipped: no build_loss found a gradient signal")
         return 1
     return 0
+
+
+def run_cycles(
+    cycles: range,
+    ctx: LoopContext,
+    plan: Plan,
+    options: argparse.Namespace,
+    summary: Summary,
+    warnings: Warnings,
+    metrics: MetricsFile,
+) -> None:
+    started = time.monotonic()
+    for done, cycle in enumerate(cycles, start=1):
+        record, line = train_one_cycle(cycle, ctx, plan, options, summary, warnings)
+        metrics.write(record)
+        if sys.stderr.isatty():
+            line += "  " + rate_and_time_left(time.monotonic() - started, done, len(cycles) - done)
+        say(line)
+        if plan.start.state_id and done == 1:
+            warnings.state_of_build_loss(sorted(map(str, ctx.state)))
+        is_last = done == len(cycles)  # the end saves a state anyway
+        if options.save_every and (cycle + 1) % options.save_every == 0 and not is_last:
+            save_state(ctx, cycle + 1, summary, metrics)
 
 
 def opened_metrics(options: argparse.Namespace, plan: Plan) -> MetricsFile:
@@ -288,6 +302,7 @@ def train_one_cycle(
         warnings.sampling(requests, built.payload["loss_function"])
     warnings.completions(of_samples, cycle)
     warnings.signal(bool(skipped), of_user.get("reward/mean"))
+    # The head twice: it comes first, and a name that build_loss gave to something else does not replace it.
     record = head | of_user | head | trained | of_samples | clock.laps | {"time/total": clock.total()} | skipped
     return record, progress_line(head, of_user, trained, built, of_samples["completions/tokens"], clock.total())
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,48 @@ def test_the_transcript_is_what_the_command_prints(tmp_path):
     assert all(cycle.fullmatch(line) for line in [*shown[1:4], *printed[1:41]])
     summary = json.loads(transcript.splitlines()[-1])
     assert summary.keys() == json.loads(done.stdout).keys()
+
+
+@pytest.mark.learns
+def test_the_section_on_many_prompts_works_from_training_to_comparing(tmp_path):
+    """Every command of it, in its order, in a folder that holds nothing but examples/; Ctrl-C after the first state."""
+    [section] = re.findall(r"(?ms)^## Many prompts.*?(?=^## )", README)
+    commands = [shlex.split(line) for line in re.findall(r"^    python (.*)$", section, re.MULTILINE)]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    [train, plot, resume, other, compare] = [[sys.executable, *command] for command in commands]
+
+    checked = run([*train, "--dry-run"], tmp_path)
+    assert checked.returncode == 0 and "FAILED" not in checked.stdout
+
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WHITNEY_")}
+    with subprocess.Popen(
+        train, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        for line in process.stderr:
+            if line.startswith("saved state-"):
+                process.send_signal(signal.SIGINT)
+                break
+        summary, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "to go on at cycle 5" in said
+    assert json.loads(summary)["next_cycle"] == 5
+
+    for command in (plot, resume, other, compare):
+        done = run(command, tmp_path)
+        assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "grpo.jsonl").read_text().splitlines()]
+    cycles = [line for line in lines if "cycle" in line]
+    assert [line["cycle"] for line in cycles] == list(range(15))
+    assert cycles[-1]["reward/mean"] > cycles[0]["reward/mean"]
+    assert (tmp_path / "metrics.html").exists()
+    assert "algorithms.reinforce_pp:build_loss" in (tmp_path / "compare.html").read_text()
+
+
+def test_every_metric_that_a_cycle_has_is_in_the_readme(tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), "--build-loss", "grpo_build_loss:build_loss"]
+    assert run([*command, "--metrics", "m.jsonl"], tmp_path).returncode == 0
+    cycle = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[1])
+    named = {key for key in cycle if key not in ("cycle", "version") and not key.startswith("provider/")}
+    assert {key for key in named if f"`{key}`" not in README and f"`…/{key.partition('/')[2]}`" not in README} == set()
 
 
 def test_the_loss_tables_are_those_of_the_code():
