@@ -83,6 +83,7 @@ def check_the_end(code, summary, err, expected, sessions):
         assert "nobody foresaw" in err.splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "code", "stride"),
     [(raises(Ends("nobody foresaw")), 1, 1), (sends(signal.SIGINT), 130, 1), (sends(signal.SIGTERM), 143, 3)],
@@ -102,6 +103,7 @@ def count_points(loop, ends, service):
     return len(seen)
 
 
+@pytest.mark.long
 def test_two_ends_at_any_two_points_leave_nothing_open_and_the_first_is_the_one_that_is_seen(
     loop, ends, service, everything
 ):
@@ -115,6 +117,7 @@ def test_two_ends_at_any_two_points_leave_nothing_open_and_the_first_is_the_one_
         check_the_end(*loop(service, service.base_url, CYCLES, build_loss=SECOND_RUN), code, everything())
 
 
+@pytest.mark.long
 def test_a_service_that_dies_at_any_exchange_is_reported_with_the_ids_and_the_command(loop, service, everything):
     done = 0
     for alive in range(40):
@@ -219,6 +222,7 @@ def use_interrupted(client, error, numbers, files):
     return interrupted.lines, len(numbers) - len(interrupted.left)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("files", [LIFECYCLE, MANAGERS], ids=["lifecycle", "contextlib as well"])
 @pytest.mark.parametrize("error", [None, Ends("first")], ids=["ends well", "raises"])
 def test_an_interrupt_between_any_two_lines_of_the_lifecycles_leaves_nothing_open(service, everything, error, files):
@@ -230,6 +234,7 @@ def test_an_interrupt_between_any_two_lines_of_the_lifecycles_leaves_nothing_ope
     assert n > 40
 
 
+@pytest.mark.long
 def test_two_interrupts_between_any_lines_leave_nothing_open(service, everything):
     client = WhitneyClient(service.base_url, service.api_key)
     chance, twice = random.Random(5), 0

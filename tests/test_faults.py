@@ -29,6 +29,7 @@ def check_that_faults_change_nothing(loop, executed, everything, tmp_path, *, cy
     return proxy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", FAULTS)
 def test_one_kind_of_fault_on_half_of_all_exchanges_changes_nothing(loop, executed, everything, tmp_path, kind):
     proxy = check_that_faults_change_nothing(
@@ -37,6 +38,7 @@ def test_one_kind_of_fault_on_half_of_all_exchanges_changes_nothing(loop, execut
     assert proxy.faults
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [2, *[pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4)]])
 def test_a_fault_on_a_fifth_of_all_exchanges_gives_the_same_adapter_and_runs_everything_once(
     loop, executed, everything, tmp_path, seed

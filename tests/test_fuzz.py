@@ -174,6 +174,7 @@ def test_every_helper_gives_a_result_or_says_which_argument():
     assert refused > HELPER_MUTATIONS / 4
 
 
+@pytest.mark.long
 def test_the_service_does_each_mutated_operation_whole_or_not_at_all(tmp_path):
     chance = random.Random(4)
     sent = {"succeeded": 0, "failed": 0, "refused": 0}
@@ -292,6 +293,7 @@ FIELDS = ("session_id", "run_id", "operation_id", "next_seq_id", "status", "resu
           "not ended", "no usable answer", "not offer", "sampled_")  # fmt: skip
 
 
+@pytest.mark.long
 def test_whatever_a_service_answers_gives_a_result_or_a_whitney_error_that_names_the_field(mutating, monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
     number = raised = 0

@@ -51,6 +51,7 @@ class KilledAt:
         return self.come >= self.n
 
 
+@pytest.mark.long
 def test_thirty_kills_at_random_points_leave_nothing_open_that_recovery_does_not_close(
     loop, service, everything, tmp_path
 ):

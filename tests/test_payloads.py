@@ -79,7 +79,7 @@ LOGPROBS = (*INPUTS, "logprobs")
         (("data",), DELETE, "payload.data is missing"),
         (("loss_config",), DELETE, "payload.loss_config is missing"),
         (("loss_fn",), "ppo", "payload.loss_fn is not a known field; known: data, loss_function, loss_config"),
-        (("loss_function",), None, "loss_function None is not advertised"),
+        (("loss_function",), None, "loss_function of type NoneType is not advertised"),
         (("data", 1), None, r"data\[1\] is None, expected an object"),
         (("data", 1, "input"), DELETE, r"data\[1\].input is missing"),
         (("data", 1, "input", "token_ids", 2), True, r"data\[1\].input.token_ids\[2\] is True, expected a token id"),

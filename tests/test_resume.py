@@ -61,6 +61,7 @@ def without_times(entries):
     return [{name: value for name, value in entry.items() if not name.startswith("time/")} for entry in entries]
 
 
+@pytest.mark.long
 def test_ten_cycles_and_ten_more_in_another_process_give_the_weights_of_twenty(folder):
     _, whole = run(folder, "--seed", "1", "--cycles", "20", "--metrics", "whole.jsonl")
     _, first = run(folder, "--seed", "1", "--cycles", "10", "--metrics", "parts.jsonl")

@@ -73,6 +73,7 @@ def traced():
     tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_ten_thousand_operations_take_no_more_memory_than_two_thousand(tmp_path, traced):
     service = Service(tmp_path, lambda rank, seed: Engine())
     client = Client(service)
@@ -88,6 +89,7 @@ def test_ten_thousand_operations_take_no_more_memory_than_two_thousand(tmp_path,
     service.stop(LONGEST_WAIT_S)
 
 
+@pytest.mark.long
 def test_two_thousand_sessions_take_no_more_memory_than_a_thousand(tmp_path, traced):
     service = Service(tmp_path, lambda rank, seed: Engine())
 
