@@ -1,15 +1,19 @@
 """Every exit cleans up: what ends the loop comes before and after each exchange, and between any two lines."""
 
 import contextlib
+import json
+import os
 import random
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from fault_proxy import FaultProxy
-from loop_in_process import left_open
+from loop_in_process import EXAMPLES, left_open
 from whitney_loop import WhitneyClient, lifecycle, lora_run, training_session
 from whitney_loop.local import serve
 from whitney_loop.transport import Transport
@@ -244,3 +248,61 @@ def test_two_interrupts_between_any_lines_leave_nothing_open(service, everything
         twice += use_interrupted(client, error, [first, second], LIFECYCLE)[1] == 2
         assert left_open(everything()) == [], (first, second, error)
     assert twice > 50
+
+
+# Real processes
+
+# The loop as it is, but giving up a request after a second, so that a service that is gone does not cost minutes.
+IMPATIENT = """
+import functools, sys
+sys.path.insert(0, {examples!r})
+import loop_support
+loop_support.WhitneyClient = functools.partial(loop_support.WhitneyClient, submit_timeout_s=1.0)
+import rl_loop
+sys.exit(rl_loop.main(sys.argv[1:]))
+"""
+
+
+def start(folder, base_url, key, build_loss="build_loss"):
+    command = [sys.executable, "-c", IMPATIENT.format(examples=str(EXAMPLES)), "--build-loss"]
+    command += [f"never_saturates:{build_loss}", "--model", "byte-lm", "--sample-json", "sample.json"]
+    command += ["--lora-rank", "1", "--cycles", "100000", "--base-url", base_url]
+    return subprocess.Popen(
+        command, cwd=folder, env=os.environ | {"WHITNEY_API_KEY": key}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_real_signals_at_random_moments_clean_up_and_give_their_exit_code(loop, service, everything, tmp_path, seed):
+    chance = random.Random(seed)
+    number, code = chance.choice([(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    with start(tmp_path, service.base_url, service.api_key, "opens_a_second_run") as process:
+        said = process.stderr.readline() + process.stderr.readline()  # where it trains, and the first cycle
+        threading.Event().wait(chance.uniform(0, 0.05))
+        process.send_signal(number)
+        if seed % 2:
+            threading.Event().wait(chance.uniform(0, 0.02))
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code, said + err
+    assert "Traceback" not in err and json.loads(out)["session_id"]
+    assert left_open(everything()) == []
+
+
+def test_a_service_process_that_is_killed_leaves_the_ids_and_the_command(loop, tmp_path):
+    environment = os.environ | {"WHITNEY_API_KEY": "key-of-the-test"}
+    command = [sys.executable, "-u", "-m", "whitney_loop.local", "--port", "0", "--storage", str(tmp_path / "s")]
+    served = subprocess.Popen(command, cwd=EXAMPLES.parent, env=environment, text=True, stdout=subprocess.PIPE)
+    with served:
+        base_url = next(line for line in served.stdout if "WHITNEY_BASE_URL=" in line).strip().partition("=")[2]
+        with start(tmp_path, base_url, "key-of-the-test") as process:
+            said = process.stderr.readline() + process.stderr.readline()
+            served.kill()
+            out, err = process.communicate(timeout=60)
+    summary = json.loads(out)
+    assert process.returncode == 1 and summary["status"] == "failed", said + err
+    assert f"may still be open: run {summary['run_id']}" in err
+    assert f"may still be open: session {summary['session_id']}" in err
+    assert f"python -m whitney_loop close {summary['session_id']} --base-url {base_url}" in err
+    assert "error: no usable answer" in err.splitlines()[-1] and "Traceback" not in err
