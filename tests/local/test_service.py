@@ -282,6 +282,36 @@ def test_an_operation_that_has_ended_keeps_no_payload(bench):
     assert (operation.payload, operation.sampler) == ({}, None)
 
 
+@pytest.mark.parametrize(
+    ("ask", "arguments"),
+    [
+        ("session", ["ses-unknown"]),
+        ("close_session", ["ses-unknown"]),
+        ("create_run", ["ses-unknown", {}, None]),
+        ("run", ["run-unknown"]),
+        ("finish_run", ["run-unknown"]),
+        ("cancel_run", ["run-unknown"]),
+        ("submit", ["run-unknown", {}]),
+        ("operation", ["run-unknown", "op-1", 0.0]),
+    ],
+)
+def test_what_was_never_made_is_not_found(bench, ask, arguments):
+    with refusal(404, "not_found"):
+        getattr(bench().service, ask)(*arguments)
+
+
+def test_a_closed_session_takes_no_more_runs(bench):
+    closed = bench()
+    closed.service.close_session(closed.session_id)
+    with refusal(409, "session_not_open"):
+        closed.create()
+
+
+def test_a_field_that_is_not_known_is_refused(bench):
+    with refusal(422, "invalid_payload"):
+        bench(unknown=1)
+
+
 def test_the_oldest_closed_session_is_forgotten_beyond_the_limit(bench, monkeypatch):
     monkeypatch.setattr(service_module, "_SESSIONS_KEPT", 2)
     made = bench()

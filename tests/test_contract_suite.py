@@ -1,0 +1,243 @@
+"""The contract tests as a tool: their report names what is broken, nothing is left open, and no row has no test."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from contract.deployment import ENDPOINTS, Api, Unspeakable
+from whitney_loop.client import Wire
+from whitney_loop.local import service as service_module
+from whitney_loop.local.server import Handler, LocalServer
+from whitney_loop.local.service import Service, ServiceError
+
+ROOT = Path(__file__).parents[1]
+KEY = "the-key-of-this-test"
+WAIT_S = 60.0  # for what takes a second: a test that fails ends
+
+
+@pytest.fixture
+def service(tmp_path):
+    return Service(tmp_path / "storage")
+
+
+@pytest.fixture
+def base_url(service):
+    server = LocalServer(service, KEY)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield server.base_url
+    server.shutdown()
+    thread.join()
+    server.stop()
+
+
+def command(base_url, selection, *options):
+    pytest_command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract", "-k", selection]
+    return [*pytest_command, "--contract-url", base_url, "--contract-key", KEY, *options]
+
+
+def run(base_url, selection, *options):
+    """The exit code and the output, in which there is never the key."""
+    done = subprocess.run(
+        command(base_url, selection, *options), cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    output = done.stdout + done.stderr
+    assert KEY not in output
+    assert "Traceback" not in output
+    return done.returncode, output
+
+
+def text_of(output):
+    """The columns of the table differ in width from the sentences in it."""
+    return " ".join(output.split())
+
+
+def open_sessions(service):
+    return [session_id for session_id, session in service._sessions.items() if session.status != "closed"]
+
+
+# The report
+
+
+def test_where_all_holds_one_line_says_so_and_what_was_asked_for_follows(base_url, service):
+    code, output = run(base_url, "test_3 or formula")
+    assert code == 0
+    assert "All 3 sentences of the contract that were asked hold, in 3 cases." in output
+    assert "not asked, 6 cases: formula values and files are the embedded service's own" in output
+    assert re.search(r"What this run asked for:\n  1 sessions, 2 runs, \d+ requests\n  \d+ operations: ", output)
+    assert "STILL OPEN" not in output
+    assert len(service._sessions) == 1
+    assert open_sessions(service) == []
+
+
+def test_the_table_names_the_broken_sentence_and_no_other(base_url, service, monkeypatch):
+    monkeypatch.setattr(service_module, "_fingerprint", lambda *_: "the same for all")
+    code, output = run(base_url, "test_3 or test_4")
+    assert code == 1
+    assert "1 of 5 sentences of the contract do not hold:" in output
+    row = "[ours] order 4: the same seq_id with another kind expected 409 seq_conflict, found 200"
+    assert row in text_of(output)
+    assert "order 3" not in output
+    assert "Error" not in output
+    assert open_sessions(service) == []
+
+
+def test_the_cases_of_a_sentence_share_a_row(base_url, monkeypatch):
+    monkeypatch.setattr(service_module, "check_optimizer_payload", lambda payload: None)
+    code, output = run(base_url, "every_field_of_the_optimizer")
+    assert code == 1
+    assert "[type] expected 422 invalid_payload, found 200" in text_of(output)
+    assert "and 6 more" in text_of(output)
+
+
+def test_where_no_session_can_be_had_the_first_test_says_why_and_the_others_are_not_asked(base_url):
+    code, output = run(base_url, "test_3 or session_is_open", "--contract-provider", "nobody")
+    assert code == 1
+    assert "1 of 1 sentences of the contract do not hold:" in output
+    assert "not asked, 3 cases: nothing can be asked without a session: expected success, found 422" in output
+
+
+def test_where_nothing_can_be_asked_one_sentence_says_why():
+    code, output = run("http://127.0.0.1:1", "test_3")
+    assert code == 2
+    assert "this is no deployment that can be asked: GET capabilities: no answer" in output
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "sentence"),
+    [
+        ("http://whitney.invalid", KEY, "only over https or to loopback"),
+        ("https://user:word@whitney.invalid", KEY, "the key has its own option"),
+        ("whitney.invalid", KEY, "expected https://HOST"),
+        ("https://whitney.invalid", None, "needs --contract-key"),
+    ],
+)
+def test_a_url_that_could_carry_the_key_astray_is_refused(url, key, sentence):
+    with pytest.raises(Unspeakable, match=sentence):
+        Api(url, key, "modal", "byte-lm", embedded=False)
+
+
+def test_a_redirect_is_not_followed(base_url, monkeypatch):
+    def redirect(handler, *_):
+        handler.send_response(307)
+        handler.send_header("Location", f"{base_url}/elsewhere")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    monkeypatch.setattr(Handler, "_answer", redirect)
+    assert Api(base_url, KEY, "modal", "byte-lm", embedded=False).call("GET", "capabilities").status == 307
+
+
+def test_an_answer_that_is_no_json_is_found_as_what_it_is(base_url, monkeypatch):
+    answer = Handler._answer
+
+    def answer_in_html(handler, status, body):
+        if status != 404:
+            answer(handler, status, body)
+            return
+        handler.send_response(404)
+        handler.send_header("Content-Length", "6")
+        handler.end_headers()
+        handler.wfile.write(b"<html>")
+
+    monkeypatch.setattr(Handler, "_answer", answer_in_html)
+    code, output = run(base_url, "request_id")
+    assert code == 1
+    assert "404 '<html>'" in text_of(output)
+    assert "and 2 more" in text_of(output)
+
+
+def test_the_key_is_in_no_traceback_either(base_url, monkeypatch):
+    monkeypatch.setattr(Handler, "_authorise", lambda handler: None)
+    code, output = run(base_url, "bearer_token or missing_or_wrong", "--tb=long", "--showlocals")
+    assert code == 1
+    assert "test_transport.py" in output
+    assert "[ours] transport: the key is sent as a bearer token expected 401, found 200" in text_of(output)
+
+
+# Nothing is left open
+
+
+def test_a_session_that_does_not_close_is_named_with_the_command_that_closes_it(base_url, service, monkeypatch):
+    def refuse(*_):
+        raise ServiceError(409, "not_now", "not now")
+
+    monkeypatch.setattr(Service, "close_session", refuse)
+    code, output = run(base_url, "unknown_operation")
+    assert code == 0
+    [session_id] = open_sessions(service)
+    assert f"STILL OPEN: session {session_id}; close it with: python -m whitney_loop close {session_id}" in output
+
+
+def test_a_session_whose_creation_got_no_answer_is_found_by_its_key_and_closed(base_url, service, monkeypatch):
+    answer, lost = Handler._answer, []
+
+    def lose_the_first_session(handler, status, body):
+        if handler.command == "POST" and not lost:
+            lost.append(body["session_id"])
+            handler.close_connection = True
+            return
+        answer(handler, status, body)
+
+    monkeypatch.setattr(Handler, "_answer", lose_the_first_session)
+    code, output = run(base_url, "session_is_open")
+    assert code == 1
+    assert "POST sessions: no answer" in output
+    assert list(service._sessions) == lost
+    assert open_sessions(service) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_leaves_nothing_open(base_url, service, monkeypatch, number):
+    submit, begun, go_on = Service.submit, threading.Event(), threading.Event()
+
+    def wait_and_submit(*arguments):
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return submit(*arguments)
+
+    monkeypatch.setattr(Service, "submit", wait_and_submit)
+    with subprocess.Popen(command(base_url, "test_3"), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert begun.wait(WAIT_S)
+        assert len(open_sessions(service)) == 1
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=WAIT_S)
+        go_on.set()
+    assert process.returncode == 2
+    assert "KeyboardInterrupt" in output
+    assert KEY not in output
+    assert open_sessions(service) == []
+
+
+# Complete
+
+
+def test_every_numbered_rule_of_the_order_has_a_test():
+    source = (ROOT / "tests/contract/test_order.py").read_text(encoding="utf-8")
+    assert {int(number) for number in re.findall(r"def test_(\d+)_", source)} == set(range(1, 8))
+
+
+def test_every_path_that_the_client_knows_is_a_row_that_is_tested():
+    paths = {value for value in vars(Wire).values() if isinstance(value, str) and value.startswith("/")}
+    assert {endpoint.split()[1] for endpoint in ENDPOINTS} == paths
+
+
+def test_every_contract_test_is_marked_doc_or_ours():
+    unmarked = "not doc and not ours or doc and ours"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract", "--collect-only", "-m", unmarked],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
