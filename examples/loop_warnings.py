@@ -67,7 +67,7 @@ class Warnings:
     def signal(self, skipped: bool, mean_reward: object) -> None:
         self._without_signal = self._without_signal + 1 if skipped else 0
         if self._without_signal == PATIENCE:
-            reward = f"reward/mean is {mean_reward:.4g}" if isinstance(mean_reward, (int, float)) else (
+            reward = f"mean reward: {mean_reward:.4g}" if isinstance(mean_reward, (int, float)) else (
                 "put the rewards into ctx.metrics['reward'] to tell which"
             )  # fmt: skip
             self.once(

@@ -373,7 +373,7 @@ def test_a_learning_rate_for_the_embedded_model_is_warned_of_elsewhere(folder, r
 def test_three_cycles_without_signal_are_warned_of_with_the_mean_reward(folder):
     done = loop(folder, "--build-loss", "mine:skips", *BATCH, "--cycles", "7")
     [warning] = [line for line in warnings_of(done) if "no gradient signal" in line]
-    assert "3 cycles in a row (reward/mean is 0.25)" in warning and "solved" in warning and "collapsed" in warning
+    assert "3 cycles in a row (mean reward: 0.25)" in warning and "solved" in warning and "collapsed" in warning
     two = loop(folder, "--build-loss", "mine:skips", *BATCH, "--cycles", "2")
     assert "no_signal" not in summary_of(two)["warnings"]
 
