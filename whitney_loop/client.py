@@ -163,7 +163,7 @@ class WhitneyClient:
         self.accepted: Counter[str] = Counter()
         self.closed_sessions: set[str] = set()
         self._orders: dict[str, _Order] = {}
-        self._lock = threading.Lock()  # guards the two above
+        self._lock = threading.Lock()  # guards accepted and _orders
 
     def __repr__(self) -> str:
         return f"WhitneyClient({self.base_url!r})"
