@@ -266,7 +266,7 @@ sys.exit(rl_loop.main(sys.argv[1:]))
 def start(folder, base_url, key, build_loss="build_loss"):
     command = [sys.executable, "-c", IMPATIENT.format(examples=str(EXAMPLES)), "--build-loss"]
     command += [f"never_saturates:{build_loss}", "--model", "byte-lm", "--sample-json", "sample.json"]
-    command += ["--lora-rank", "1", "--cycles", "100000", "--base-url", base_url]
+    command += ["--lora-rank", "1", "--cycles", "100000", "--seed", "1", "--base-url", base_url]
     return subprocess.Popen(
         command, cwd=folder, env=os.environ | {"WHITNEY_API_KEY": key}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
