@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -51,7 +51,7 @@ def read_lines(path: Path) -> list[Line]:
                 break
             raise ValueError(f"{path}:{number} is not a line of a metrics file: {error}") from None
         if entry is not None:
-            lines.append(Line(entry, end))
+            lines.append(Line(entry, min(end, path.stat().st_size)))
     return lines
 
 
@@ -107,8 +107,9 @@ def require_same_data(path: Path | None, **config: Any) -> None:
 class MetricsFile:
     """Writes the lines, each flushed; does nothing where there is no path."""
 
-    def __init__(self, path: Path | None, start: Start) -> None:
+    def __init__(self, path: Path | None, start: Start, redacted: Callable[[str], str] = str) -> None:
         self._start = start
+        self._redacted = redacted  # takes out what must not be kept
         self._path = path
         self._file: IO[str] | None = None if path is None else path.open("a", encoding="utf-8")
 
@@ -125,6 +126,8 @@ class MetricsFile:
             with Path(f"{self._path}.superseded").open("a", encoding="utf-8") as beside:
                 beside.write(self._start.superseded)
             self._file.truncate(self._start.kept_bytes)
+        if self._path is not None and self._path.read_bytes()[-1:] not in (b"", b"\n"):
+            self._newline()  # a file whose end was cut off, or edited, must not swallow what comes now
         self.write({"config": config})
 
     def state(self, state_id: str | None, next_cycle: int) -> None:
@@ -133,8 +136,12 @@ class MetricsFile:
 
     def write(self, entry: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(_storable(entry)) + "\n")
+            self._file.write(self._redacted(json.dumps(_storable(entry))) + "\n")
             self._file.flush()
+
+    def _newline(self) -> None:
+        if self._file is not None:
+            self._file.write("\n")
 
 
 def _storable(value: Any) -> Any:

@@ -58,6 +58,7 @@ def kept_journal(path: Path | None, client: WhitneyClient, *, embedded: bool, pr
     """The journal of one session; its file is removed with the block where nothing is open any more."""
     journal = Journal(client.base_url, embedded, provider)
     journal.write(path)
+    closed_before = set(client.closed_sessions)  # such as one that was recovered
     error: BaseException | None = None
     try:
         yield journal
@@ -65,7 +66,7 @@ def kept_journal(path: Path | None, client: WhitneyClient, *, embedded: bool, pr
         error = raised
         raise
     finally:
-        if path is not None and _nothing_is_open(journal, client, error):
+        if path is not None and _nothing_is_open(journal, client.closed_sessions - closed_before, error):
             path.unlink(missing_ok=True)
         error = None
 
@@ -127,11 +128,11 @@ def _recover(journal: Journal, client: WhitneyClient) -> str:
     return f"session {session_id} is closed; cancelled: {', '.join(cancelled) or 'no run'}"
 
 
-def _nothing_is_open(journal: Journal, client: WhitneyClient, error: BaseException | None) -> bool:
+def _nothing_is_open(journal: Journal, closed: set[str], error: BaseException | None) -> bool:
     if journal.session_id is not None:
-        return journal.session_id in client.closed_sessions
+        return journal.session_id in closed
     was_refused = isinstance(error, WhitneyError) and error.outcome != "unknown"
-    return was_refused or bool(client.closed_sessions)
+    return was_refused or bool(closed)
 
 
 def _require_writable(path: Path) -> None:

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from whitney_loop import (
     LOSS_SUPPORT,
     ConfigurationError,
     LoopContext,
+    PendingOperation,
     WhitneyClient,
     WhitneyError,
     adamw_optimizer,
@@ -30,12 +32,15 @@ from whitney_loop import (
     lora_run,
     training_session,
 )
-from whitney_loop.errors import redacted
+from whitney_loop.errors import keep_out_of_errors, redacted
 from whitney_loop.local import serve
 from whitney_loop.payloads import check_sample_request
 
 EMBEDDED_MODEL = "byte-lm"
 EXAMPLE_REQUEST = Path(__file__).with_name("sample.json")
+MOST_IN_FLIGHT = 256  # a service keeps the results of so many operations; more wait until the oldest was collected
+
+keep_out_of_errors(os.environ.get("WHITNEY_API_KEY", ""))  # from the first line on, before there is a client
 
 Summary = dict[str, Any]
 Payload = dict[str, Any]
@@ -157,10 +162,12 @@ def open_run(
     summary: Summary,
     operations: Collection[str],
     resume_from: str | None = None,
+    save: Callable[[LoopContext], None] | None = None,
 ) -> Iterator[LoopContext]:
     """A session and a LoRA run in it, once the service offers ``operations``; both ended with the block.
 
-    A block that ends well leaves a saved state and an exported adapter behind, named in the summary.
+    A block that ends well leaves a saved state (by ``save``, where the loop has more to note of it) and an exported
+    adapter behind, named in the summary.
     """
     client, provider = place.client, options.provider
     summary |= {"state_id": None, "artifact": None}
@@ -185,9 +192,24 @@ def open_run(
             journal.write(options.journal)
             if note := client.run(run_id).get("note"):
                 say(note)
-            yield LoopContext(client, run_id, "", provider, session_id, options.model, resources=resources)
-            summary["state_id"] = client.run_operation(run_id, "save_state", {}).get("state_id")
+            ctx = LoopContext(client, run_id, "", provider, session_id, options.model, resources=resources)
+            yield ctx
+            if save is not None:
+                save(ctx)
+            else:
+                summary["state_id"] = client.run_operation(run_id, "save_state", {}).get("state_id")
             summary["artifact"] = client.run_operation(run_id, "export_lora", {})
+
+
+def results_of(submit: Callable[[Payload], PendingOperation], payloads: Sequence[Payload]) -> list[dict[str, Any]]:
+    """The result of each payload, in order: all are submitted before the first is awaited, so that they may overlap."""
+    results: list[dict[str, Any]] = []
+    in_flight: deque[PendingOperation] = deque()
+    for payload in payloads:
+        if len(in_flight) == MOST_IN_FLIGHT:
+            results.append(in_flight.popleft().result())
+        in_flight.append(submit(payload))
+    return results + [operation.result() for operation in in_flight]
 
 
 def train_on(
@@ -199,9 +221,9 @@ def train_on(
     """
     check_payload(payload, ctx.provider)
     parts = split_payload(payload, max_datums)
-    pending = [ctx.client.submit_operation(ctx.run_id, "forward_backward", part) for part in parts]
     # All must have succeeded before the step: it would apply the gradients of the others alone.
-    backward = merged_results([operation.result() for operation in pending], parts)
+    results = results_of(lambda part: ctx.client.submit_operation(ctx.run_id, "forward_backward", part), parts)
+    backward = merged_results(results, parts)
     step = ctx.client.run_operation(ctx.run_id, "optim_step", {"optimizer": optimizer})
     summary["tokens_trained"] = summary.get("tokens_trained", 0) + trained_tokens(payload)
     return backward | {"grad_norm": step.get("grad_norm")}

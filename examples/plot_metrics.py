@@ -26,6 +26,7 @@ WIDTH, HEIGHT = 380, 220  # of a chart, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 38  # its margins: tick labels, and the name of the axis
 MOST_POINTS = 500  # per curve: more than the pixels there are; each is then the mean of several cycles
 TICKS = 4  # about so many per axis
+LARGEST = 1e300  # of a value that is drawn: the difference of two of them is still a number
 
 # Okabe and Ito's colours without the yellow, told apart by nearly everyone; after those the dashes change.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#6b6b6b")
@@ -239,7 +240,7 @@ def _rank(key: str) -> tuple[int, str]:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ close. Exit codes: 0; 1 failed, or every cycle skipped; 2 usage; 130 Ctrl-C; 143
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +32,16 @@ from loop_support import (
     formatted,
     open_run,
     place_to_train,
+    results_of,
     run_loop,
     say,
     train_on,
 )
 from loop_warnings import Warnings
-from whitney_loop import LoopContext, PendingOperation, WhitneyError, __version__, result_sampler_id, result_sequences
+from whitney_loop import LoopContext, WhitneyError, __version__, result_sampler_id, result_sequences
+from whitney_loop.errors import redacted
 
 NEEDED_OPERATIONS = ("forward_backward", "optim_step", "save_weights_for_sampler", "sample")
-MOST_IN_FLIGHT = 256  # a service keeps the results of so many operations; more wait until the oldest was collected
 
 
 @dataclass(init=False)
@@ -169,10 +170,10 @@ def dry_run(options: argparse.Namespace, plan: Plan) -> int:
     )  # where they are wrong, the rest is checked still
     for name, check in (*PREPARATION, ("service, key and capabilities", ask_service)):
         try:
-            print(f"ok      {name}: {check(options, plan)}", flush=True)
+            print(redacted(f"ok      {name}: {check(options, plan)}"), flush=True)
         except (UsageError, WhitneyError) as error:
             failed = True
-            print(f"FAILED  {name}: {error}", flush=True)
+            print(redacted(f"FAILED  {name}: {error}"), flush=True)
     say("dry run: no session was created")
     return 2 if failed else 0
 
@@ -203,13 +204,12 @@ def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Pla
     warnings.learning_rate(options.learning_rate, embedded=place.embedded)
     with opened_metrics(options, plan) as metrics:
         try:
-            with open_run(options, place, summary, plan.operations, plan.start.state_id) as ctx:
+            save = functools.partial(note_state, next_cycle=end, summary=summary, metrics=metrics)
+            with open_run(options, place, summary, plan.operations, plan.start.state_id, save) as ctx:
                 began = {"first_cycle": first, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
                 where = {name: summary[name] for name in ("where", "base_url", "session_id", "run_id")}
                 metrics.begin(configuration(options, plan) | where | began)
                 run_cycles(range(first, end), ctx, plan, options, summary, warnings, metrics)
-            summary["next_cycle"] = end
-            metrics.state(summary["state_id"], end)
         except BaseException:
             say_how_to_go_on(options, summary, end)
             raise
@@ -239,12 +239,13 @@ def run_cycles(
             warnings.state_of_build_loss(sorted(map(str, ctx.state)))
         is_last = done == len(cycles)  # the end saves a state anyway
         if options.save_every and (cycle + 1) % options.save_every == 0 and not is_last:
-            save_state(ctx, cycle + 1, summary, metrics)
+            note_state(ctx, cycle + 1, summary, metrics)
+            say(f"saved {summary['state_id']}: the next cycle is {cycle + 1}")
 
 
 def opened_metrics(options: argparse.Namespace, plan: Plan) -> MetricsFile:
     try:
-        return MetricsFile(options.metrics, plan.start)
+        return MetricsFile(options.metrics, plan.start, redacted)
     except OSError as error:
         raise UsageError(f"--metrics {options.metrics}: {error}") from None
 
@@ -268,12 +269,11 @@ def say_how_to_go_on(options: argparse.Namespace, summary: Summary, end: int) ->
         say(f"to go on at cycle {cycle}, the same command with: --resume-from {state_id}{first} --cycles {end - cycle}")
 
 
-def save_state(ctx: LoopContext, next_cycle: int, summary: Summary, metrics: MetricsFile) -> None:
-    """Named where it can be found only once the service has confirmed it."""
+def note_state(ctx: LoopContext, next_cycle: int, summary: Summary, metrics: MetricsFile) -> None:
+    """Save, and name the state where it can be found only once the service has confirmed it, and then at once."""
     state_id = ctx.client.run_operation(ctx.run_id, "save_state", {}).get("state_id")
     summary |= {"state_id": state_id, "next_cycle": next_cycle}
     metrics.state(state_id, next_cycle)
-    say(f"saved {state_id}: the next cycle is {next_cycle}")
 
 
 def train_one_cycle(
@@ -308,14 +308,10 @@ def train_one_cycle(
 
 
 def sample_all(ctx: LoopContext, requests: list[Payload]) -> list[dict[str, Any]]:
-    """The sample of each request, in order: all are submitted before the first is awaited, so that they may overlap."""
-    samples: list[dict[str, Any]] = []
-    in_flight: deque[PendingOperation] = deque()
-    for request in requests:
-        if len(in_flight) == MOST_IN_FLIGHT:
-            samples.append(in_flight.popleft().result())
-        in_flight.append(ctx.client.submit_sampler_operation(ctx.run_id, ctx.sampler_id, "sample", request))
-    samples += [operation.result() for operation in in_flight]
+    """The sample of each request, in order and overlapping, checked."""
+    samples = results_of(
+        lambda request: ctx.client.submit_sampler_operation(ctx.run_id, ctx.sampler_id, "sample", request), requests
+    )
     for sample in samples:
         result_sequences(sample)  # raises where one can not be trained on
     return samples

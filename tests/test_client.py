@@ -579,3 +579,13 @@ def test_a_port_where_nothing_listens_is_reported_as_not_sent(pauses):
     with pytest.raises(ServiceUnavailable) as caught:
         WhitneyClient(f"http://127.0.0.1:{port}", KEY, submit_timeout_s=0.2).capabilities()
     assert caught.value.outcome == "not_sent"
+
+
+@pytest.mark.parametrize("proxy", ["http:/x", "http://user:pw@host:port", "socks5://127.0.0.1:1080", "http://"])
+def test_a_proxy_that_can_not_be_used_is_refused_at_once_without_showing_it(proxy, monkeypatch):
+    monkeypatch.setenv("https_proxy", proxy)
+    with pytest.raises(ConfigurationError, match="https_proxy") as caught:
+        WhitneyClient("https://whitney.invalid", KEY)
+    assert "pw" not in str(caught.value)
+    monkeypatch.setenv("no_proxy", "whitney.invalid")
+    WhitneyClient("https://whitney.invalid", KEY)

@@ -191,6 +191,7 @@ def test_all_prompts_of_a_cycle_are_in_flight_together(folder):
 
 def test_more_than_a_service_keeps_are_sampled_in_turn(monkeypatch):
     """The oldest is collected before the one is submitted that would make a service forget it."""
+    import loop_support
     import rl_loop
 
     events = []
@@ -203,7 +204,7 @@ def test_more_than_a_service_keeps_are_sampled_in_turn(monkeypatch):
             events.append(("submit", payload))
             return SimpleNamespace(result=lambda: events.append(("result", payload)) or sampled(payload))
 
-    monkeypatch.setattr(rl_loop, "MOST_IN_FLIGHT", 2)
+    monkeypatch.setattr(loop_support, "MOST_IN_FLIGHT", 2)
     ctx = SimpleNamespace(client=Client(), run_id="r", sampler_id="s")
     assert rl_loop.sample_all(ctx, [0, 1, 2]) == [sampled(0), sampled(1), sampled(2)]
     assert events == [("submit", 0), ("submit", 1), ("result", 0), ("submit", 2), ("result", 1), ("result", 2)]

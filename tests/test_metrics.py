@@ -385,3 +385,17 @@ def test_a_signal_between_starts_the_count_again(capsys):
     assert capsys.readouterr().err == ""
     warnings.signal(True, None)
     assert "ctx.metrics['reward']" in capsys.readouterr().err
+
+
+def test_a_metrics_file_keeps_no_key_and_goes_on_after_a_last_line_without_its_end(tmp_path):
+    from loop_history import MetricsFile, Start, read_lines
+
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"config": {}}\n{"state_id": "s-1", "next_cycle": 1}')
+    [_, state] = read_lines(path)
+    assert state.end == path.stat().st_size
+    with MetricsFile(path, Start(1, "s-1", state.end), lambda text: text.replace("the-key", "[key]")) as metrics:
+        metrics.begin({"note": "the-key"})
+    assert [line.entry for line in read_lines(path)] == [
+        {"config": {}}, {"state_id": "s-1", "next_cycle": 1}, {"config": {"note": "[key]"}},
+    ]  # fmt: skip

@@ -200,9 +200,11 @@ class WhitneyClient:
 
     # Sessions and runs
 
-    def create_session(self, provider: str, *, idempotency_key: str | None = None) -> str:
+    def create_session(
+        self, provider: str, *, idempotency_key: str | None = None, timeout_s: float | None = None
+    ) -> str:
         """Open a session and return its id. The same ``idempotency_key`` (default: a new one) opens it once only."""
-        return self._create(Wire.SESSIONS, {Wire.PROVIDER: provider}, idempotency_key, Wire.SESSION_ID)
+        return self._create(Wire.SESSIONS, {Wire.PROVIDER: provider}, idempotency_key, Wire.SESSION_ID, timeout_s)
 
     def create_lora_run(
         self,
@@ -213,6 +215,7 @@ class WhitneyClient:
         seed: int | None = None,
         resume_from: str | None = None,
         idempotency_key: str | None = None,
+        timeout_s: float | None = None,
     ) -> str:
         """Start a LoRA run of ``model`` in a session and return its id.
 
@@ -221,7 +224,7 @@ class WhitneyClient:
         body: dict[str, Any] = {Wire.MODEL: model, Wire.LORA: {Wire.RANK: rank}}
         body |= {} if seed is None else {Wire.SEED: seed}
         body |= {} if resume_from is None else {Wire.RESUME_FROM: resume_from}
-        return self._create(_path(Wire.RUNS, session_id=session_id), body, idempotency_key, Wire.RUN_ID)
+        return self._create(_path(Wire.RUNS, session_id=session_id), body, idempotency_key, Wire.RUN_ID, timeout_s)
 
     def session(self, session_id: str) -> dict[str, Any]:
         """The session as it is: id, provider, status and its runs."""
@@ -375,10 +378,12 @@ class WhitneyClient:
 
     # Requests
 
-    def _create(self, path: str, body: dict[str, Any], idempotency_key: str | None, id_field: str) -> str:
+    def _create(
+        self, path: str, body: dict[str, Any], idempotency_key: str | None, id_field: str, timeout_s: float | None
+    ) -> str:
         key = idempotency_key or str(uuid.uuid4())
         headers = {Wire.IDEMPOTENCY_KEY: key}
-        answer = self._exchange("POST", path, _json(body, path).encode(), headers=headers)
+        answer = self._exchange("POST", path, _json(body, path).encode(), headers=headers, timeout_s=timeout_s)
         made = answer.get(id_field)
         if not _is_id(made):
             raise UnexpectedResponse(

@@ -34,7 +34,8 @@ def training_session(
         _Held(
             what="session",
             command=lambda session_id: f"to close it: {close_command(client, session_id)}",
-            create=lambda: client.create_session(provider, idempotency_key=key),
+            key=key,
+            create=lambda timeout_s: client.create_session(provider, idempotency_key=key, timeout_s=timeout_s),
             finish=client.close_session,
             give_up=lambda session_id, timeout_s: client.close_session(session_id, timeout_s=timeout_s),
             ends_with_another=False,
@@ -62,8 +63,15 @@ def lora_run(
         _Held(
             what="run",
             command=lambda _: f"to close its session: {close_command(client, session_id)}",
-            create=lambda: client.create_lora_run(
-                session_id, model=model, rank=rank, seed=seed, resume_from=resume_from, idempotency_key=key
+            key=key,
+            create=lambda timeout_s: client.create_lora_run(
+                session_id,
+                model=model,
+                rank=rank,
+                seed=seed,
+                resume_from=resume_from,
+                idempotency_key=key,
+                timeout_s=timeout_s,
             ),
             finish=lambda run_id: _finish(client, run_id),
             give_up=lambda run_id, timeout_s: _cancel(client, run_id, timeout_s),
@@ -122,7 +130,8 @@ class _Held:
 
     what: str
     command: Callable[[str], str]
-    create: Callable[[], str]  # asked again, it gives what was made the first time
+    key: str  # its Idempotency-Key
+    create: Callable[[float | None], str]  # within seconds; asked again, it gives what was made the first time
     finish: Callable[[str], object]
     give_up: Callable[[str, float | None], object]  # id and seconds
     ends_with_another: bool  # a run ends with its session
@@ -131,7 +140,8 @@ class _Held:
     settled: bool = False  # given up, or said to be open
 
     def name(self) -> str:
-        return f"{self.what} (its id did not come)" if self.id is None else redacted(f"{self.what} {self.id}")
+        unknown = f"{self.what} (its id did not come; Idempotency-Key {self.key})"
+        return unknown if self.id is None else redacted(f"{self.what} {self.id}")
 
     def how_to_close(self) -> str:
         return "" if self.id is None else f" ({self.command(self.id)})"
@@ -160,7 +170,7 @@ class _Held:
 
     def end(self, timeout_s: float | None) -> None:
         if self.id is None:
-            self.id = self.create()
+            self.id = self.create(timeout_s)
         self.give_up(self.id, timeout_s)
 
 
@@ -169,7 +179,7 @@ def _held(thing: _Held) -> Iterator[str]:
     """Two handlers, one within the other: an interrupt can come between any two lines, those of clean-up included."""
     try:
         try:
-            thing.id = thing.create()
+            thing.id = thing.create(None)
             yield thing.id
             thing.finish(thing.id)
         except BaseException as error:

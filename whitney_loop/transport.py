@@ -78,6 +78,8 @@ class Transport:
         # A proxy named in the environment is honoured, but never sees what goes to this machine itself. What goes
         # elsewhere goes by https, so that a proxy gets CONNECT with the host, and then sees TLS only.
         proxies = urllib.request.ProxyHandler({}) if loopback else urllib.request.ProxyHandler()
+        if not loopback:
+            _require_usable_proxy(urllib.parse.urlsplit(self.base_url).hostname or "")
         handlers: list[Any] = [proxies, _NoRedirect, _TimedHTTPHandler]
         if self.base_url.startswith("https:"):
             handlers.append(_TimedHTTPSHandler(_verifying_context(ca_file)))
@@ -284,6 +286,22 @@ class _TimedHTTPSHandler(urllib.request.HTTPSHandler):
 
     def https_open(self, req: urllib.request.Request) -> Any:
         return self.do_open(_TimedHTTPSConnection, req, context=self._verifying)
+
+
+def _require_usable_proxy(host: str) -> None:
+    """ConfigurationError where the environment names a proxy for this https host that urllib can not use."""
+    proxy = urllib.request.getproxies().get("https")
+    if not proxy or urllib.request.proxy_bypass(host):
+        return
+    try:
+        parts = urllib.parse.urlsplit(proxy if ":/" in proxy else f"http://{proxy}")
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:  # not shown: it may hold a password
+        raise ConfigurationError(
+            "the proxy that https_proxy names can not be used: expected http://HOST:PORT", outcome="not_sent"
+        )
 
 
 def _verifying_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
