@@ -33,6 +33,7 @@ from whitney_loop import (
     training_session,
 )
 from whitney_loop.errors import keep_out_of_errors, redacted
+from whitney_loop.lifecycle import first_error
 from whitney_loop.local import serve
 from whitney_loop.payloads import check_sample_request
 
@@ -290,18 +291,24 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
     except UsageError as error:
         say(f"error: {error}")
         return 2
-    except KeyboardInterrupt as interrupt:
-        name, code = ("SIGTERM", 143) if isinstance(interrupt, Terminated) else ("Ctrl-C", 130)
-        summary["status"] = f"ended by {name}"
-        gone = summary.get("where") == "the embedded service"
-        say(f"ended by {name}" + (", and with it the embedded service and all that was open on it" if gone else ""))
-    except Exception as error:
-        code = 1
-        summary["error"] = show_error(error)
+    except (KeyboardInterrupt, Exception) as last:
+        code = report_the_end(first_error(last, CallableError), summary)
     # A manager that an interrupt cut off before its block began is cleaned up when it is freed: now, not at some time.
     gc.collect()
     if summary.get("session_id"):
         print(redacted(json.dumps(summary)), flush=True)
+    return code
+
+
+def report_the_end(error: BaseException, summary: Summary) -> int:
+    """Say what ended the loop, on stderr and in the summary; the exit code."""
+    if isinstance(error, Exception):
+        summary["error"] = show_error(error)
+        return 1
+    name, code = ("SIGTERM", 143) if isinstance(error, Terminated) else ("Ctrl-C", 130)
+    summary["status"] = f"ended by {name}"
+    gone = summary.get("where") == "the embedded service"
+    say(f"ended by {name}" + (", and with it the embedded service and all that was open on it" if gone else ""))
     return code
 
 

@@ -35,8 +35,8 @@ from whitney_loop import (
 from whitney_loop.local import serve
 from whitney_loop.payloads import check_logprobs_request, check_optimizer_payload, check_sample_request
 
-PAYLOAD_MUTATIONS, REQUEST_MUTATIONS, HELPER_MUTATIONS = 3000, 2000, 2000
-SERVED_MUTATIONS, RESPONSE_MUTATIONS = 1000, 2000  # ten thousand in all
+PAYLOAD_MUTATIONS, REQUEST_MUTATIONS, HELPER_MUTATIONS = 4000, 2000, 2000
+SERVED_MUTATIONS, RESPONSE_MUTATIONS = 1000, 1000  # ten thousand in all
 
 DEEP = json.loads("[" * 300 + "]" * 300)
 JUNK = [

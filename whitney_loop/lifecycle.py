@@ -103,6 +103,20 @@ def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
     return open_runs
 
 
+def first_error(error: BaseException, *kinds: type[BaseException]) -> BaseException:
+    """What ended the block of a session or a run, where an interrupt has come out in its place.
+
+    That happens between two managers only: each of them gives the first error itself. ``kinds`` are errors that count
+    as the first one even where the interrupt came before they had reached a manager.
+    """
+    first = error
+    while not isinstance(first, Exception) and error.__context__ is not None:
+        error = error.__context__
+        if isinstance(error, kinds) or "_whitney_ended_a_block" in error.__dict__:
+            first = error
+    return first
+
+
 def close_command(client: WhitneyClient, session_id: str) -> str:
     """The command that does the same from a shell."""
     words = ["python", "-m", "whitney_loop", "close", session_id, "--base-url", client.base_url]
@@ -184,6 +198,7 @@ def _held(thing: _Held) -> Iterator[str]:
             thing.finish(thing.id)
         except BaseException as error:
             thing.first = error
+            error.__dict__["_whitney_ended_a_block"] = True
             thing.clean_up(error)
             thing.settled = True
             raise
