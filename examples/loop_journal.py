@@ -83,14 +83,14 @@ def clear_the_way(path: Path | None, client: WhitneyClient, *, recover: bool) ->
         _require_writable(path)
         return None
     journal = read_journal(path)
-    if journal.embedded:
-        path.unlink()
-        return f"journal {path}: {journal}, which ended with its process: there is nothing to recover"
     if not recover:
         raise JournalError(
             f"--journal {path} is there already, of a loop that still runs or was killed: {journal}. If none runs, "
             "start again with --recover, which cancels and closes that first"
         )
+    if journal.embedded:
+        path.unlink()
+        return f"journal {path}: {journal}, which ended with its process: there is nothing to recover"
     if journal.base_url != client.base_url:
         raise JournalError(
             f"--journal {path} names {journal}; this loop trains on {client.base_url}, and its key is sent nowhere "
