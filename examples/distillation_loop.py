@@ -36,6 +36,7 @@ from sft_loop import batches, read_data
 from whitney_loop import (
     Datum,
     LoopContext,
+    check_payload,
     completion_logprobs,
     forward_backward_payload,
     logprobs_request,
@@ -108,6 +109,7 @@ def open_teacher(
     summary["teacher_run_id"] = teacher.run_id
     taught: Summary = {}
     for _, payload in batches(data, options.teacher_epochs, TEACHER_BATCH, options.seed):
+        check_payload(payload, teacher.provider)
         train_on(teacher, payload, optimizer, taught)
     summary["teacher_tokens_trained"] = taught.get("tokens_trained", 0)
     saved = ctx.client.run_operation(teacher.run_id, "save_weights_for_sampler", {})
@@ -136,7 +138,9 @@ def train_one_cycle(
         data.append(rl_datum(prompt, tokens, logprobs, per_token))
     if not data:
         raise ValueError(f"every completion of cycle {cycle} is empty: give another prompt in --sample-json")
-    backward = train_on(ctx, forward_backward_payload(data, "importance_sampling"), optimizer, summary)
+    payload = forward_backward_payload(data, "importance_sampling")
+    check_payload(payload, ctx.provider)
+    backward = train_on(ctx, payload, optimizer, summary)
     summary["tokens_sampled"] += len(advantages)
     kl: float = -sum(advantages) / len(advantages)
     line: dict[str, Any] = {"cycle": cycle, "version": saved.get("version"), "kl/k1": kl, "loss": backward.get("loss")}

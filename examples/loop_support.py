@@ -28,7 +28,6 @@ from whitney_loop import (
     WhitneyClient,
     WhitneyError,
     adamw_optimizer,
-    check_payload,
     lora_run,
     training_session,
 )
@@ -218,9 +217,9 @@ def train_on(
 ) -> dict[str, Any]:
     """One update: forward_backward, of at most ``max_datums`` data each, and one optim_step.
 
-    The result of the first as if it had been one, with the ``grad_norm`` of the second.
+    ``payload`` has passed check_payload: once is enough, however many updates are made on it. The result of the first
+    as if it had been one, with the ``grad_norm`` of the second.
     """
-    check_payload(payload, ctx.provider)
     parts = split_payload(payload, max_datums)
     # All must have succeeded before the step: it would apply the gradients of the others alone.
     results = results_of(lambda part: ctx.client.submit_operation(ctx.run_id, "forward_backward", part), parts)

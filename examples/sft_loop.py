@@ -128,6 +128,7 @@ def train_epochs(
 ) -> None:
     for epoch, payload in batches(data, options.epochs, options.batch_size, options.seed):
         started = time.monotonic()
+        check_payload(payload, ctx.provider)
         backward = train_on(ctx, payload, optimizer, summary)
         line = {"step": summary["steps"], "epoch": epoch, "loss/token": mean_loss([backward], [payload])}
         summary["steps"] += 1
