@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import gc
 import json
@@ -9,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,6 +39,7 @@ from whitney_loop.local import serve
 from whitney_loop.payloads import check_sample_request
 
 EMBEDDED_MODEL = "byte-lm"
+ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 EXAMPLE_REQUEST = Path(__file__).with_name("sample.json")
 MOST_IN_FLIGHT = 256  # a service keeps the results of so many operations; more wait until the oldest was collected
 
@@ -55,7 +58,11 @@ class CallableError(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: ends the loop, cleaned up, as Ctrl-C does."""
+    """SIGTERM, or SIGHUP (the terminal is gone): ends the loop, cleaned up, as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @dataclass
@@ -266,8 +273,14 @@ def trained_tokens(payload: Payload) -> int:
 
 
 def run_loop(options: argparse.Namespace, train: Callable[[Place, Summary], int]) -> int:
-    """Run ``train`` where the options say, with every exit cleaned up; print the summary; the exit code."""
-    with prepared_signals(), shown_log():
+    """Run ``train`` where the options say, with every exit cleaned up; print the summary; the exit code.
+
+    It is the last thing that a process does: afterwards signals are ignored, so that none changes the exit code.
+    """
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as of nohup
+            signal.signal(number, _end)
+    with shown_log():
         return run_and_report(options, train)
 
 
@@ -285,7 +298,8 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
                 finally:
                     summary["operations"] = dict(place.client.accepted)
         finally:
-            ignore_signals()  # all is closed, or said to be open: what is left is to report it
+            for number in ENDING_SIGNALS:  # all is closed, or said to be open: what is left is to report it
+                signal.signal(number, signal.SIG_IGN)
         summary["status"] = "succeeded" if code == 0 else "failed"
     except UsageError as error:
         say(f"error: {error}")
@@ -304,7 +318,8 @@ def report_the_end(error: BaseException, summary: Summary) -> int:
     if isinstance(error, Exception):
         summary["error"] = show_error(error)
         return 1
-    name, code = ("SIGTERM", 143) if isinstance(error, Terminated) else ("Ctrl-C", 130)
+    number = error.number if isinstance(error, Terminated) else signal.SIGINT
+    name, code = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, 128 + number
     summary["status"] = f"ended by {name}"
     gone = summary.get("where") == "the embedded service"
     say(f"ended by {name}" + (", and with it the embedded service and all that was open on it" if gone else ""))
@@ -356,22 +371,14 @@ def shown_log() -> Iterator[None]:
         log.removeHandler(handler)
 
 
-@contextmanager
-def prepared_signals() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does; both do afterwards what they did before."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _end(number: int, _: object) -> NoReturn:
+    sys.unraisablehook = _raised_in_a_finalizer
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
 
-def ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated
+def _raised_in_a_finalizer(what: sys.UnraisableHookArgs) -> None:
+    """Python drops what is raised there. An interrupt is sent again; the rest is of objects that one left half made."""
+    if isinstance(what.exc_value, KeyboardInterrupt):
+        number = what.exc_value.number if isinstance(what.exc_value, Terminated) else signal.SIGINT
+        # From another thread, which first runs when this function has returned: here it would be dropped again.
+        _thread.start_new_thread(signal.pthread_kill, (threading.get_ident(), number))

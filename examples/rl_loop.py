@@ -4,7 +4,7 @@
 
 Without a base URL it trains on the embedded service, and says so. Each cycle: save_weights_for_sampler → sample, for
 each request of its batch → your ``build_loss`` → forward_backward → optim_step; then save_state, export_lora, finish,
-close. Exit codes: 0; 1 failed, or every cycle skipped; 2 usage; 130 Ctrl-C; 143 SIGTERM.
+close. Exit codes: 0; 1 failed, or every cycle skipped; 2 usage; 130 Ctrl-C; 143 SIGTERM; 129 SIGHUP.
 """
 
 from __future__ import annotations

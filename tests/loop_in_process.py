@@ -2,6 +2,7 @@
 
 import functools
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,12 +16,20 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # The reward hangs on every token and on the cycle: it never saturates, so every cycle makes a step.
 NEVER_SATURATES = """
-import shutil, zlib
+import shutil, signal, zlib
 from whitney_loop import forward_backward_payload, group_mean_advantages, lora_run, rl_datum
 
 def opens_a_second_run(sample, cycle, request, ctx):
     if cycle == 0:
         ctx.resources.enter_context(lora_run(ctx.client, ctx.session_id, model=ctx.model, rank=1))
+    return build_loss(sample, cycle, request, ctx)
+
+class Falls:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+def is_interrupted_in_a_finalizer(sample, cycle, request, ctx):
+    ctx.state["falls"] = Falls() if cycle == 0 else None
     return build_loss(sample, cycle, request, ctx)
 
 def fails(sample, cycle, request, ctx):
@@ -54,6 +63,8 @@ def loop(tmp_path, monkeypatch, capsys):
     (tmp_path / "sample.json").write_text(json.dumps(SAMPLE))
     at_once = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: at_once(min(seconds, 0.001)))
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # what the loop changes for good ends with the test
+    handlers = {number: signal.getsignal(number) for number in loop_support.ENDING_SIGNALS}
 
     def run(service, base_url, cycles, *more, build_loss="never_saturates:build_loss", **seconds):
         # 0.2 s: what a stall costs. Longer than any honest answer takes here; where it is not, it is one fault more.
@@ -62,11 +73,15 @@ def loop(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("WHITNEY_API_KEY", service.api_key)
         arguments = ["--build-loss", build_loss, "--model", "byte-lm", "--base-url", base_url]
         arguments += ["--sample-json", "sample.json", "--lora-rank", "1", "--learning-rate", "0.1", "--seed", "5"]
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         code = rl_loop.main([*arguments, "--cycles", str(cycles), *more])
         out, err = capsys.readouterr()
         return code, json.loads(out) if out else None, err
 
     yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     sys.modules.pop("never_saturates", None)
 
 

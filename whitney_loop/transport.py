@@ -239,10 +239,15 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 class _TimedReads(io.RawIOBase):
     """A socket's reads, all of which together take no longer than its timeout; urllib's own is for each one alone."""
 
+    _raw: io.RawIOBase | None = None  # so that one whose making was interrupted can be closed
+
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._raw = cast(io.RawIOBase, sock.makefile("rb", buffering=0))
         self._end = time.monotonic() + (sock.gettimeout() or 0)
+        self._raw = cast(io.RawIOBase, sock.makefile("rb", buffering=0))
+
+    def makefile(self, *_: Any) -> io.BufferedReader:
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
@@ -252,18 +257,19 @@ class _TimedReads(io.RawIOBase):
         if left <= 0:
             raise TimeoutError("the answer did not end in time")
         self._sock.settimeout(left)
-        return self._raw.readinto(buffer)
+        return cast(io.RawIOBase, self._raw).readinto(buffer)
 
     def close(self) -> None:
-        self._raw.close()
+        if self._raw is not None:
+            self._raw.close()
         super().close()
 
 
 class _TimedResponse(http.client.HTTPResponse):
+    fp: Any = None  # so that one whose making was interrupted can be closed
+
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
-        super().__init__(sock, *arguments, **options)
-        self.fp.close()
-        self.fp = io.BufferedReader(_TimedReads(sock))
+        super().__init__(cast(socket.socket, _TimedReads(sock)), *arguments, **options)
 
 
 class _TimedHTTPConnection(http.client.HTTPConnection):
