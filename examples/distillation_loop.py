@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from loop_data import requests_of
 from loop_support import (
     Payload,
     Place,
@@ -28,7 +29,6 @@ from loop_support import (
     is_embedded,
     open_run,
     run_loop,
-    sample_request_of,
     say,
     train_on,
 )
@@ -54,12 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
     try:
         optimizer = checked_optimizer(options, "cycles", "teacher_epochs")
-        request = sample_request_of(options)
+        requests = requests_of(options)
         data = read_data(options.teacher_data, text=is_embedded(options)) if options.teacher_data else []
     except UsageError as error:
         say(f"error: {error}")
         return 2
-    return run_loop(options, lambda place, summary: train(options, place, summary, request, data, optimizer))
+    return run_loop(options, lambda place, summary: train(options, place, summary, requests, data, optimizer))
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
@@ -68,7 +68,12 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     teacher.add_argument("--teacher-state", metavar="STATE_ID", help="a saved state of the same model and --lora-rank")
     teacher.add_argument("--teacher-data", type=Path, metavar="FILE.jsonl", help="to train the teacher first")
     parser.add_argument("--teacher-epochs", type=int, default=3, help="passes over --teacher-data (default 3)")
-    parser.add_argument("--sample-json", type=Path, help="file with the payload of sample (embedded: sample.json here)")
+    parser.add_argument(
+        "--sample-json",
+        type=Path,
+        metavar="FILE",
+        help="payloads of sample: one, an array, or a JSONL; a cycle takes the next (embedded: sample.json here)",
+    )
     parser.add_argument("--cycles", type=int, default=2, help="how many samples (default 2)")
     add_common_options(parser)
     return parser.parse_args(arguments)
@@ -78,7 +83,7 @@ def train(
     options: argparse.Namespace,
     place: Place,
     summary: Summary,
-    request: Payload,
+    requests: list[Payload],
     teacher_data: list[Datum],
     optimizer: Payload,
 ) -> int:
@@ -86,7 +91,7 @@ def train(
     with open_run(options, place, summary, NEEDED_OPERATIONS) as ctx:
         teacher = open_teacher(ctx, options, teacher_data, optimizer, summary)
         for cycle in range(options.cycles):
-            kl = train_one_cycle(cycle, ctx, teacher, request, optimizer, summary)
+            kl = train_one_cycle(cycle, ctx, teacher, requests[cycle % len(requests)], optimizer, summary)
             summary["kl_first"] = kl if cycle == 0 else summary["kl_first"]
             summary["kl_last"] = kl
             summary["cycles_done"] += 1
@@ -125,19 +130,18 @@ def train_one_cycle(
     saved = ctx.client.run_operation(ctx.run_id, "save_weights_for_sampler", {})
     sample = ctx.client.sampler_operation(ctx.run_id, result_sampler_id(saved), "sample", request)
     prompt = request["prompt"]["token_ids"]
+    sequences = [sequence for sequence in result_sequences(sample) if sequence["tokens"]]  # an empty one chose nothing
+    if not sequences:
+        raise ValueError(f"every completion of cycle {cycle} is empty: give another prompt in --sample-json")
+    asked = [logprobs_request(prompt + sequence["tokens"]) for sequence in sequences]
+    answers = ctx.client.sampler_operations(*teacher, "logprobs", asked)
     data: list[Datum] = []
     advantages: list[float] = []
-    for sequence in result_sequences(sample):
-        tokens, logprobs = sequence["tokens"], sequence["logprobs"]
-        if not tokens:
-            continue  # nothing was chosen, so there is nothing to judge
-        answer = ctx.client.sampler_operation(*teacher, "logprobs", logprobs_request(prompt + tokens))
+    for sequence, answer in zip(sequences, answers, strict=True):
         thought = completion_logprobs(answer, prompt)
-        per_token = [theirs - mine for theirs, mine in zip(thought, logprobs, strict=True)]
+        per_token = [theirs - mine for theirs, mine in zip(thought, sequence["logprobs"], strict=True)]
         advantages += per_token
-        data.append(rl_datum(prompt, tokens, logprobs, per_token))
-    if not data:
-        raise ValueError(f"every completion of cycle {cycle} is empty: give another prompt in --sample-json")
+        data.append(rl_datum(prompt, sequence["tokens"], sequence["logprobs"], per_token))
     payload = forward_backward_payload(data, "importance_sampling")
     check_payload(payload, ctx.provider)
     backward = train_on(ctx, payload, optimizer, summary)

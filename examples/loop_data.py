@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loop_support import EXAMPLE_REQUEST, Payload, UsageError, is_embedded
+from loop_support import Payload, UsageError, is_embedded
 from whitney_loop.payloads import check_sample_request
 
+EXAMPLE_REQUEST = Path(__file__).with_name("sample.json")
 SEED_BITS = 31  # of the seeds that are drawn or derived: what a service keeps as int32 holds them
 
 
@@ -27,13 +28,7 @@ def requests_of(options: argparse.Namespace) -> list[Payload]:
     path = options.sample_json or (EXAMPLE_REQUEST if is_embedded(options) else None)
     if path is None:
         raise UsageError("--sample-json is required away from the embedded service (--local rehearses)")
-    requests = read_requests(path)
-    if options.batch_size > len(requests):
-        raise UsageError(
-            f"--batch-size is {options.batch_size}, but {path} holds {len(requests)} (num_samples of a request is how "
-            "often one prompt is sampled)"
-        )
-    return requests
+    return read_requests(path)
 
 
 def read_requests(path: Path) -> list[Payload]:

@@ -12,8 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from whitney_loop import (
     LOSS_SUPPORT,
     ConfigurationError,
     LoopContext,
-    PendingOperation,
     WhitneyClient,
     WhitneyError,
     adamw_optimizer,
@@ -36,12 +34,9 @@ from whitney_loop import (
 from whitney_loop.errors import keep_out_of_errors, redacted
 from whitney_loop.lifecycle import first_error
 from whitney_loop.local import serve
-from whitney_loop.payloads import check_sample_request
 
 EMBEDDED_MODEL = "byte-lm"
 ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-EXAMPLE_REQUEST = Path(__file__).with_name("sample.json")
-MOST_IN_FLIGHT = 256  # a service keeps the results of so many operations; more wait until the oldest was collected
 
 keep_out_of_errors(os.environ.get("WHITNEY_API_KEY", ""))  # from the first line on, before there is a client
 
@@ -108,19 +103,6 @@ def checked_optimizer(options: argparse.Namespace, *counts: str) -> Payload:
         return adamw_optimizer(options.learning_rate)
     except ValueError as error:
         raise UsageError(f"--learning-rate: {error}") from None
-
-
-def sample_request_of(options: argparse.Namespace) -> Payload:
-    """The payload of ``sample`` in ``--sample-json``, checked; on the embedded service the example is the default."""
-    path = options.sample_json or (EXAMPLE_REQUEST if is_embedded(options) else None)
-    if path is None:
-        raise UsageError("--sample-json is required away from the embedded service (--local rehearses)")
-    try:
-        request: Payload = json.loads(path.read_text(encoding="utf-8"))
-        check_sample_request(request)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--sample-json {path}: {error}") from None
-    return request
 
 
 def is_embedded(options: argparse.Namespace) -> bool:
@@ -208,17 +190,6 @@ def open_run(
             summary["artifact"] = client.run_operation(run_id, "export_lora", {})
 
 
-def results_of(submit: Callable[[Payload], PendingOperation], payloads: Sequence[Payload]) -> list[dict[str, Any]]:
-    """The result of each payload, in order: all are submitted before the first is awaited, so that they may overlap."""
-    results: list[dict[str, Any]] = []
-    in_flight: deque[PendingOperation] = deque()
-    for payload in payloads:
-        if len(in_flight) == MOST_IN_FLIGHT:
-            results.append(in_flight.popleft().result())
-        in_flight.append(submit(payload))
-    return results + [operation.result() for operation in in_flight]
-
-
 def train_on(
     ctx: LoopContext, payload: Payload, optimizer: Payload, summary: Summary, max_datums: int | None = None
 ) -> dict[str, Any]:
@@ -229,8 +200,7 @@ def train_on(
     """
     parts = split_payload(payload, max_datums)
     # All must have succeeded before the step: it would apply the gradients of the others alone.
-    results = results_of(lambda part: ctx.client.submit_operation(ctx.run_id, "forward_backward", part), parts)
-    backward = merged_results(results, parts)
+    backward = merged_results(ctx.client.run_operations(ctx.run_id, "forward_backward", parts), parts)
     step = ctx.client.run_operation(ctx.run_id, "optim_step", {"optimizer": optimizer})
     summary["tokens_trained"] = summary.get("tokens_trained", 0) + trained_tokens(payload)
     return backward | {"grad_norm": step.get("grad_norm")}

@@ -32,7 +32,6 @@ from loop_support import (
     formatted,
     open_run,
     place_to_train,
-    results_of,
     run_loop,
     say,
     train_on,
@@ -131,7 +130,11 @@ def find_build_loss(options: argparse.Namespace, plan: Plan) -> str:
 
 def read_requests(options: argparse.Namespace, plan: Plan) -> str:
     plan.requests = requests_of(options)
-    return f"{len(plan.requests)} in {options.sample_json or 'the example'}"
+    found = f"{len(plan.requests)} in {options.sample_json or 'the example'}"
+    if options.batch_size > len(plan.requests):
+        often = "num_samples of a request is how often one prompt is sampled"
+        raise UsageError(f"--batch-size is {options.batch_size}, but there are {found} ({often})")
+    return found
 
 
 def settle_start(options: argparse.Namespace, plan: Plan) -> str:
@@ -164,10 +167,7 @@ PREPARATION: tuple[tuple[str, Callable[[argparse.Namespace, Plan], str]], ...] =
 def dry_run(options: argparse.Namespace, plan: Plan) -> int:
     """Say what was checked, a line each; 2 where something does not hold."""
     failed = False
-    plan.requests, plan.operations = (
-        [],
-        list(NEEDED_OPERATIONS),
-    )  # where they are wrong, the rest is checked still
+    plan.requests, plan.operations = [], [*NEEDED_OPERATIONS]  # where they are wrong, the rest is checked still
     for name, check in (*PREPARATION, ("service, key and capabilities", ask_service)):
         try:
             print(redacted(f"ok      {name}: {check(options, plan)}"), flush=True)
@@ -309,9 +309,7 @@ def train_one_cycle(
 
 def sample_all(ctx: LoopContext, requests: list[Payload]) -> list[dict[str, Any]]:
     """The sample of each request, in order and overlapping, checked."""
-    samples = results_of(
-        lambda request: ctx.client.submit_sampler_operation(ctx.run_id, ctx.sampler_id, "sample", request), requests
-    )
+    samples = ctx.client.sampler_operations(ctx.run_id, ctx.sampler_id, "sample", requests)
     for sample in samples:
         result_sequences(sample)  # raises where one can not be trained on
     return samples

@@ -102,6 +102,9 @@ class FixedClient:
     def __init__(self):
         self.asked = []
 
+    def sampler_operations(self, run_id, sampler_id, kind, payloads):
+        return [self.sampler_operation(run_id, sampler_id, kind, payload) for payload in payloads]
+
     def sampler_operation(self, run_id, sampler_id, kind, payload):
         self.asked.append((kind, run_id, sampler_id))
         index = [[*PROMPT, *tokens] for tokens in TOKENS].index(payload["input"]["token_ids"])

@@ -23,8 +23,10 @@ from whitney_loop import (
     UnexpectedResponse,
     WhitneyClient,
     WhitneyError,
+    lora_run,
     result_sampler_id,
     result_sequences,
+    training_session,
     transport,
 )
 from whitney_loop.local import serve
@@ -571,6 +573,18 @@ def test_threads_may_share_a_run_and_each_operation_takes_effect_once(tmp_path):
         assert client.accepted == {"save_weights_for_sampler": 1, "logprobs": 20}
         client.finish(run_id)
         client.close_session(session_id)
+
+
+def test_more_operations_than_a_service_keeps_the_results_of_are_submitted_without_losing_one(tmp_path):
+    with serve(tmp_path) as service:
+        client = WhitneyClient(service.base_url, service.api_key)
+        with training_session(client, provider="modal") as session_id:
+            with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
+                sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
+                payloads = [{"input": {"token_ids": [1] * (1 + n % 7)}} for n in range(300)]
+                results = client.sampler_operations(run_id, sampler_id, "logprobs", payloads)
+                assert client.run_operations(run_id, "save_weights_for_sampler", []) == []
+    assert [len(result["logprobs"]) for result in results] == [1 + n % 7 for n in range(300)]
 
 
 def test_a_port_where_nothing_listens_is_reported_as_not_sent(pauses):

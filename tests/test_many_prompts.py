@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -189,27 +188,6 @@ def test_all_prompts_of_a_cycle_are_in_flight_together(folder):
     assert gate.sampled == [request for _, request in asked_in(folder)]
 
 
-def test_more_than_a_service_keeps_are_sampled_in_turn(monkeypatch):
-    """The oldest is collected before the one is submitted that would make a service forget it."""
-    import loop_support
-    import rl_loop
-
-    events = []
-
-    def sampled(token):
-        return {"sequences": [{"tokens": [token], "logprobs": [-1.0]}]}
-
-    class Client:
-        def submit_sampler_operation(self, run_id, sampler_id, kind, payload):
-            events.append(("submit", payload))
-            return SimpleNamespace(result=lambda: events.append(("result", payload)) or sampled(payload))
-
-    monkeypatch.setattr(loop_support, "MOST_IN_FLIGHT", 2)
-    ctx = SimpleNamespace(client=Client(), run_id="r", sampler_id="s")
-    assert rl_loop.sample_all(ctx, [0, 1, 2]) == [sampled(0), sampled(1), sampled(2)]
-    assert events == [("submit", 0), ("submit", 1), ("result", 0), ("submit", 2), ("result", 1), ("result", 2)]
-
-
 def test_a_group_without_signal_is_left_out(folder):
     done = loop(folder, "--build-loss", "mine:skips_the", *PROMPT_FILE, "--batch-size", "8", "--cycles", "1")
     summary = summary_of(done)
@@ -314,5 +292,5 @@ def test_a_second_process_draws_other_seeds(folder):
 
 
 def test_the_example_request_is_still_all_that_is_needed(folder):
-    assert REMOTE[3] == str(loop_support.EXAMPLE_REQUEST)
-    assert len(loop_data.read_requests(loop_support.EXAMPLE_REQUEST)) == 1
+    assert REMOTE[3] == str(loop_data.EXAMPLE_REQUEST)
+    assert len(loop_data.read_requests(loop_data.EXAMPLE_REQUEST)) == 1

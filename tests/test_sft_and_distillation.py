@@ -164,10 +164,13 @@ def test_a_teacher_may_be_resumed_from_a_saved_state_and_both_runs_are_ended(tmp
     key = {"WHITNEY_API_KEY": service.api_key}
     taught = run("sft_loop.py", "--data", "ids.jsonl", *arguments, folder=tmp_path, **key)
     state_id = json.loads(taught.stdout)["state_id"]
-    request = ["--sample-json", str(EXAMPLES / "sample.json")]
+    samples = [{"prompt": {"token_ids": [97]}, "num_samples": n, "sampling_params": {"max_tokens": 1}} for n in (2, 3)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    request = ["--sample-json", "prompts.jsonl", "--cycles", "3"]
     done = run("distillation_loop.py", "--teacher-state", state_id, *request, *arguments, folder=tmp_path, **key)
     assert done.returncode == 0, done.stderr
     assert re.search(r"teacher run-\w+ is frozen at version 1\n", done.stderr)
+    assert re.findall(r"tokens (\d)", done.stderr) == ["2", "3", "2"]  # the next prompt each cycle, in their order
     assert statuses(service, done) == ("closed", ["finished", "finished"])
 
     lost = run("distillation_loop.py", "--teacher-state", "state-none", *request, *arguments, folder=tmp_path, **key)

@@ -6,6 +6,7 @@ wire is this project's reading, and it stands in ``Wire``: where your deployment
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -15,8 +16,8 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -95,6 +96,7 @@ _FIRST_PAUSE_S = 0.02  # between polls of a server that does not hold them
 _LONGEST_PAUSE_S = 5.0
 _LONGEST_LISTING = 400  # characters; the names of the contract take half of it
 _LONGEST_ID = 300  # characters
+_MOST_IN_FLIGHT = 256  # a service keeps the results of so many operations
 _PATIENCE_S = 30.0  # an operation that takes longer says so in the log, each time this passes
 
 
@@ -280,6 +282,20 @@ class WhitneyClient:
         """The same for a sampler's operation, ``sample`` or ``logprobs``; it takes the run's next ``seq_id`` too."""
         return self.submit_sampler_operation(run_id, sampler_id, kind, payload).result()
 
+    def run_operations(self, run_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """An operation for each payload, in order, and their results. All are submitted before the first is awaited.
+
+        Of more than 256 the oldest is awaited first, since a service may forget older results. Raises what
+        ``run_operation`` raises for the first that fails; those that were submitted after it still run.
+        """
+        return _results_of(functools.partial(self.submit_operation, run_id, kind), payloads)
+
+    def sampler_operations(
+        self, run_id: str, sampler_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The same for a sampler's operations, on several of which a service may work at a time."""
+        return _results_of(functools.partial(self.submit_sampler_operation, run_id, sampler_id, kind), payloads)
+
     def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
         """Have an operation accepted, in its order, and do not wait for it: ``result()`` of what is returned does.
 
@@ -414,6 +430,18 @@ class WhitneyClient:
         answer = self._transport.exchange(method, path, body, budget_s=budget_s, headers=headers, seq_id=seq_id)
         assert answer is not None  # only a long poll ends without
         return answer
+
+
+def _results_of(
+    submit: Callable[[Mapping[str, Any]], PendingOperation], payloads: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
+    in_flight: deque[PendingOperation] = deque()
+    for payload in payloads:
+        if len(in_flight) == _MOST_IN_FLIGHT:
+            results.append(in_flight.popleft().result())
+        in_flight.append(submit(payload))
+    return results + [pending.result() for pending in in_flight]
 
 
 def result_sampler_id(result: Mapping[str, Any]) -> str:

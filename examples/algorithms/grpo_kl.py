@@ -45,13 +45,12 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     on_tinker = ctx.provider == "tinker"  # which takes the clip range per token; Modal takes it in loss_config
     clip = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH} if on_tinker else {}
     config = {} if on_tinker else {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
+    kept = [pair for pair in zip(sequences, advantages, strict=True) if pair[0]["tokens"]]  # an empty one has no term
+    asked = [logprobs_request(prompt + sequence["tokens"]) for sequence, _ in kept]
+    answers = ctx.client.sampler_operations(ctx.run_id, reference, "logprobs", asked)
     data = []
-    for sequence, advantage in zip(sequences, advantages, strict=True):
+    for (sequence, advantage), answer in zip(kept, answers, strict=True):
         tokens, logprobs = sequence["tokens"], sequence["logprobs"]
-        if not tokens:
-            continue  # an empty completion has no term
-        asked = logprobs_request(prompt + tokens)
-        answer = ctx.client.sampler_operation(ctx.run_id, reference, "logprobs", asked)
         penalised = kl_adjust_advantages(
             [advantage] * len(tokens), logprobs, completion_logprobs(answer, prompt), kl_coef=KL_COEF
         )

@@ -45,7 +45,7 @@ def build_batch_loss(
 ) -> dict[str, Any]:
     reference = ctx.state.setdefault("reference", ctx.sampler_id)
     ctx.metrics["reward"] = []
-    completions, returns, uniform = [], [], 0
+    completions, uniform = [], 0
     for sample, request in zip(samples, requests, strict=True):
         prompt = request["prompt"]["token_ids"]
         rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
@@ -55,21 +55,22 @@ def build_batch_loss(
             uniform += 1
             continue
         for sequence, advantage in zip(sample["sequences"], centered, strict=True):
-            if not sequence["tokens"]:
-                continue  # an empty completion has no term
-            asked = logprobs_request(prompt + sequence["tokens"])
-            answer = ctx.client.sampler_operation(ctx.run_id, reference, "logprobs", asked)
-            reference_logprobs = completion_logprobs(answer, prompt)
-            returns.append(kl_shaped_returns(advantage, sequence["logprobs"], reference_logprobs, kl_coef=KL_COEF))
-            completions.append((prompt, sequence))
+            if sequence["tokens"]:  # an empty completion has no term
+                completions.append((prompt, sequence, advantage))
     ctx.metrics["groups/uniform_frac"] = uniform / len(samples)
     if not completions:
         raise NoGradientSignal("every group has one reward for all its completions")
+    asked = [logprobs_request(prompt + sequence["tokens"]) for prompt, sequence, _ in completions]
+    answers = ctx.client.sampler_operations(ctx.run_id, reference, "logprobs", asked)
+    returns = [
+        kl_shaped_returns(advantage, sequence["logprobs"], completion_logprobs(answer, prompt), kl_coef=KL_COEF)
+        for (prompt, sequence, advantage), answer in zip(completions, answers, strict=True)
+    ]
     on_tinker = ctx.provider == "tinker"  # which takes the clip range per token; Modal takes it in loss_config
     clip = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH} if on_tinker else {}
     config = {} if on_tinker else {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
     data = [
         rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage, **clip)
-        for (prompt, sequence), advantage in zip(completions, batch_normalize(returns), strict=True)
+        for (prompt, sequence, _), advantage in zip(completions, batch_normalize(returns), strict=True)
     ]
     return forward_backward_payload(data, LOSS_FUNCTION, config)
