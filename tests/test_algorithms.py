@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from whitney_loop import LOSS_SUPPORT, NoGradientSignal, WhitneyClient, check_payload
+from whitney_loop import LOSS_SUPPORT, NoGradientSignal, WhitneyClient, check_payload, sft_datum
 from whitney_loop.local import serve
 
 ROOT = Path(__file__).parents[1]
@@ -51,8 +51,8 @@ def penalised(coefficient):
 
 def standardised(rows):
     flat = [value for row in rows for value in row]
-    mean = sum(flat) / 6
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in flat) / 6)
+    mean = sum(flat) / len(flat)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in flat) / len(flat))
     return [[(value - mean) / deviation for value in row] for row in rows]
 
 
@@ -196,18 +196,74 @@ def test_the_reference_is_the_sampler_of_cycle_0(name, monkeypatch):
     assert ctx.client.asked == [("logprobs", "run-1", "smp-0")] * 6
 
 
-def test_the_critic_learns_its_returns_by_one_update(monkeypatch):
+def test_the_critic_is_asked_for_the_values_of_the_sample_and_learns_its_returns_by_several_updates(monkeypatch):
     ctx = context("modal")
     build("ppo_critic", "modal", monkeypatch, ctx=ctx)
-    assert [(kind, run_id) for kind, run_id, _ in ctx.client.asked] == [
-        ("forward", "run-critic"), ("forward_backward", "run-critic"), ("optim_step", "run-critic"),
-    ]  # fmt: skip
-    payload = ctx.client.asked[1][2]
+    assert all(run_id == "run-critic" for _, run_id, _ in ctx.client.asked)
+    (kind, _, asked), *updates = ctx.client.asked
+    assert (kind, asked["loss_function"], asked["loss_config"]) == ("forward", "ppo_critic", {})
+    assert asked["data"] == [sft_datum(PROMPT, tokens) for tokens in TOKENS]
+    module = importlib.import_module("algorithms.ppo_critic")
+    step = ("optim_step", "run-critic", module.CRITIC_OPTIMIZER)
+    assert updates == [updates[0], step] * 4 and updates[0][0] == "forward_backward"
+    assert module.CRITIC_OPTIMIZER["optimizer"]["learning_rate"] > 0
+    payload = updates[0][2]
     assert (payload["loss_function"], payload["loss_config"]) == ("ppo_critic", {"value_clip": 0.2})
     for datum, values, gained in zip(payload["data"], VALUES, GAE, strict=True):
         tensors = {name: tensor["values"] for name, tensor in datum["loss_inputs"].items()}
         assert tensors["values"] == [0.0, *values]
         assert tensors["returns"] == pytest.approx([0.0, *(a + v for a, v in zip(gained, values, strict=True))])
+
+
+def test_the_critic_is_asked_once_for_all_groups_of_a_cycle_and_its_advantages_are_normalised_over_all(monkeypatch):
+    module = importlib.import_module("algorithms.ppo_critic")
+    monkeypatch.setattr(module, "reward", lambda tokens: REWARDS[TOKENS.index(tokens)])
+    ctx = context("modal")
+    sequences = [{"tokens": tokens, "logprobs": sampled} for tokens, sampled in zip(TOKENS, LOGPROBS, strict=True)]
+    samples = [{"sequences": sequences[:1]}, {"sequences": sequences[1:]}]
+    payload = module.build_batch_loss(
+        samples, 0, [{"prompt": {"token_ids": prompt}} for prompt in (PROMPT, [9, 8])], ctx
+    )
+    assert [kind for kind, _, _ in ctx.client.asked] == ["forward", *["forward_backward", "optim_step"] * 4]
+    asked = [sft_datum(PROMPT, TOKENS[0]), sft_datum([9, 8], TOKENS[1]), sft_datum([9, 8], TOKENS[2])]
+    assert ctx.client.asked[0][2]["data"] == asked
+    assert ctx.metrics["reward"] == REWARDS
+    for datum, per_token in zip(payload["data"], standardised(GAE), strict=True):
+        assert datum["loss_inputs"]["advantages"]["values"] == pytest.approx([0.0, *per_token])
+
+
+def test_a_critic_without_outputs_is_said(monkeypatch):
+    ctx = context("modal")
+    ctx.client.run_operation = lambda run_id, kind, payload: {}
+    with pytest.raises(ValueError, match="forward of the critic gave 0 outputs for 3 data"):
+        build("ppo_critic", "modal", monkeypatch, ctx=ctx)
+
+
+def test_reinforce_pp_centres_each_group_leaves_out_a_uniform_one_and_normalises_over_the_batch(monkeypatch):
+    module = importlib.import_module("algorithms.reinforce_pp")
+    monkeypatch.setattr(module, "reward", lambda tokens: tokens[0] / 100)
+    groups = [([1, 2], [[10, 11], [30]]), ([3], [[50], [50, 51]]), ([4, 5], [[10], [90, 1, 2]])]
+    samples = [
+        {"sequences": [{"tokens": tokens, "logprobs": [-1.0] * len(tokens)} for tokens in completions]}
+        for _, completions in groups
+    ]
+    requests = [{"prompt": {"token_ids": prompt}} for prompt, _ in groups]
+    ctx = context("modal")
+    ctx.client.sampler_operations = lambda run_id, sampler_id, kind, payloads: [
+        {"logprobs": [None, *[-1.5] * (len(payload["input"]["token_ids"]) - 1)]} for payload in payloads
+    ]
+    payload = module.build_batch_loss(samples, 0, requests, ctx)
+    check_payload(payload, "modal")
+    # By hand: each token has a KL of 0.5 to the reference, so what is to come of it counts 0.005 a token.
+    expected = standardised([[-0.1 - 0.01, -0.1 - 0.005], [0.1 - 0.005], [-0.4 - 0.005], [0.4 - 0.015, 0.39, 0.395]])
+    advantages = [
+        datum["loss_inputs"]["advantages"]["values"][len(prompt) - 1 :]
+        for datum, prompt in zip(payload["data"], [[1, 2], [1, 2], [4, 5], [4, 5]], strict=True)
+    ]
+    for row, of_hand in zip(advantages, expected, strict=True):
+        assert row == pytest.approx(of_hand)
+    assert ctx.metrics["groups/uniform_frac"] == pytest.approx(1 / 3)
+    assert ctx.metrics["reward"] == [0.1, 0.3, 0.5, 0.5, 0.1, 0.9]
 
 
 def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of_times(monkeypatch):
@@ -229,7 +285,7 @@ def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of
     assert request["sampling_params"] == {"max_tokens": 3}
 
 
-@pytest.mark.parametrize("own_seed", [None, 0, 1, 5])
+@pytest.mark.parametrize("own_seed", [None, 0, 1, 5, 2**63 - 1])
 def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed, monkeypatch):
     module = importlib.import_module("algorithms.dapo")
     monkeypatch.setattr(module, "reward", lambda tokens: float(tokens[0]))
@@ -247,7 +303,8 @@ def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed, monke
     assert [datum["loss_inputs"]["target_tokens"]["values"][-1] for datum in payload["data"]] == [3, 4]
     assert [datum["loss_inputs"]["advantages"]["values"][-1] for datum in payload["data"]] == [-1.0, 1.0]
     assert [call[:3] for call in asked] == [("run-1", "smp-0", "sample")]
-    assert asked[0][3] != own_seed
+    assert asked[0][3] != own_seed and 0 <= asked[0][3] < 2**31
+    assert ctx.metrics == {"reward": [3.0, 4.0], "resamples": 1}
 
 
 def test_a_critic_that_tells_no_two_tokens_apart_gives_no_signal(monkeypatch):
@@ -336,11 +393,12 @@ def test_every_file_learns_on_every_provider_for_every_seed(tmp_path_factory):
         assert len(set(adapters.values())) == len(FILES)
 
 
-def test_a_file_leaves_no_run_open_beside_its_own(tmp_path):
-    """The critic's run is a second one: after two cycles both have ended, and so has the session."""
+def test_a_critic_learns_is_clipped_and_leaves_no_run_open_beside_the_policys(tmp_path):
+    """The critic's run is a second one of the same model: in the end both have finished, and the session is closed."""
     with serve(tmp_path) as service:
         arguments = ["--build-loss", "algorithms.ppo_critic:build_loss", "--base-url", service.base_url, "--model", "m"]
-        arguments += ["--sample-json", str(ROOT / "examples" / "sample.json"), "--lora-rank", "2"]
+        arguments += ["--sample-json", str(ROOT / "examples" / "sample.json"), "--lora-rank", "2", "--cycles", "4"]
+        arguments += ["--seed", "1", "--metrics", str(tmp_path / "critic.jsonl")]
         done = subprocess.run(
             [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments],
             env={"WHITNEY_API_KEY": service.api_key, "PATH": ""}, capture_output=True, text=True, check=False,
@@ -348,3 +406,8 @@ def test_a_file_leaves_no_run_open_beside_its_own(tmp_path):
         assert done.returncode == 0, done.stderr
         session = WhitneyClient(service.base_url, service.api_key).session(json.loads(done.stdout)["session_id"])
     assert (session["status"], [run["status"] for run in session["runs"]]) == ("closed", ["finished", "finished"])
+    assert [run["model"] for run in session["runs"]] == ["m", "m"]
+    cycles = [json.loads(line) for line in (tmp_path / "critic.jsonl").read_text().splitlines()]
+    losses = [cycle["critic/loss"] for cycle in cycles if "cycle" in cycle]
+    assert losses[-1] < losses[0] / 2
+    assert any(cycle.get("critic/clip_frac", 0) > 0 for cycle in cycles)

@@ -22,6 +22,7 @@ LOSS_FUNCTION = "ppo"
 CLIP_LOW, CLIP_HIGH = 0.8, 1.28  # probability ratios
 MOST_RESAMPLES = 2
 SEED_STRIDE = 1_000_003  # far from the seeds that people count up, so that no resample repeats a sample
+SEEDS = 2**31  # what a service keeps as int32 holds them
 VOWELS = frozenset(b"aeiou")
 
 
@@ -35,7 +36,7 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     for resample in range(MOST_RESAMPLES + 1):
         if resample:
             params = request["sampling_params"]
-            seed = params.get("seed", cycle) + resample * SEED_STRIDE
+            seed = (params.get("seed", cycle) + resample * SEED_STRIDE) % SEEDS
             again = request | {"sampling_params": params | {"seed": seed}}
             sample = ctx.client.sampler_operation(ctx.run_id, ctx.sampler_id, "sample", again)
         sequences = result_sequences(sample)

@@ -1,7 +1,8 @@
 """DRO: regression of the log-ratio on a soft advantage, instead of a clip.
 
 −Σ (logprob·A − ½·beta·(logprob − sampled logprob)²) with A = reward − beta·log(mean over the group of
-exp(reward / beta)). Group means here would be another algorithm.
+exp(reward / beta)). Group means here would be another algorithm. The paper squares the log-ratio of the sequence, the
+loss that is offered that of each token: its pull to the sampler is weaker.
 DRO, arXiv 2405.19107. Tinker. Updates: several (``--updates 4``). Knobs: beta, the pull to the sampler, the same
 in the advantage and in the loss.
 """

@@ -2,9 +2,10 @@
 
 The critic's values give GAE advantages and the returns it should learn; the policy takes PPO's clipped surrogate with
 A normalised over the batch, the critic ½·max((clip(v) − R)², (v − R)²) with v kept within VALUE_CLIP of its old value.
-The reward comes with the last token. One update of the critic per sample, however many the policy takes.
+The reward comes with the last token. The batch is all groups of a cycle (``--batch-size``), so the loop calls
+``build_batch_loss``; the critic takes its own updates on it, before the policy takes those of ``--updates``.
 PPO, arXiv 1707.06347; GAE, arXiv 1506.02438. Modal, which alone has the critic's loss. Updates: several
-(``--updates 4``). Knobs: the clip ranges, GAMMA, GAE_LAMBDA, the critic's learning rate.
+(``--updates 4``). Knobs: the clip ranges, GAMMA, GAE_LAMBDA, the critic's updates and learning rate.
 """
 
 from typing import Any
@@ -26,9 +27,10 @@ from whitney_loop import (
 )
 
 LOSS_FUNCTION = "ppo_critic"  # of the critic: the loop refuses a provider without it
-CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
 OPERATIONS = ("forward",)  # beside the loop's own: a service without them is refused before a session exists
-VALUE_CLIP = 0.2
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
+VALUE_CLIP = 0.2  # acts from the second update on
+CRITIC_UPDATES = 4
 GAMMA, GAE_LAMBDA = 1.0, 0.95
 CRITIC_OPTIMIZER = {"optimizer": adamw_optimizer(0.1)}  # for the embedded model; 1e-5 is a start for a real one
 CRITIC_RANK = 8
@@ -41,22 +43,31 @@ def reward(tokens: list[int]) -> float:
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    prompt = request["prompt"]["token_ids"]
-    sequences = sample["sequences"]
-    rewards = [reward(sequence["tokens"]) for sequence in sequences]
-    ctx.metrics["reward"] = rewards
-    sequences = [sequence for sequence in sequences if sequence["tokens"]]
-    if not sequences:
+    """A batch of one group."""
+    return build_batch_loss([sample], cycle, [request], ctx)
+
+
+def build_batch_loss(
+    samples: list[dict[str, Any]], cycle: int, requests: list[dict[str, Any]], ctx: LoopContext
+) -> dict[str, Any]:
+    ctx.metrics["reward"], completions = [], []
+    for sample, request in zip(samples, requests, strict=True):
+        ctx.metrics["reward"] += [reward(sequence["tokens"]) for sequence in sample["sequences"]]
+        kept = [sequence for sequence in sample["sequences"] if sequence["tokens"]]  # an empty one has no term
+        completions += [(request["prompt"]["token_ids"], sequence) for sequence in kept]
+    if not completions:
         raise NoGradientSignal("every completion is empty")
     if "critic" not in ctx.state:
         run = lora_run(ctx.client, ctx.session_id, model=ctx.model, rank=CRITIC_RANK, seed=0)
         ctx.state["critic"] = ctx.resources.enter_context(run)
     critic = ctx.state["critic"]
-    asked = forward_backward_payload([sft_datum(prompt, s["tokens"]) for s in sequences], "ppo_critic")
+    asked = forward_backward_payload([sft_datum(prompt, s["tokens"]) for prompt, s in completions], "ppo_critic")
     check_payload(asked, ctx.provider, kind="forward")
     outputs = ctx.client.run_operation(critic, "forward", asked).get("outputs") or []
+    if len(outputs) != len(completions):
+        raise ValueError(f"forward of the critic gave {len(outputs)} outputs for {len(completions)} data; expected all")
     critic_data, advantages = [], []
-    for sequence, output in zip(sequences, outputs, strict=True):
+    for (prompt, sequence), output in zip(completions, outputs, strict=True):
         tokens, values = sequence["tokens"], completion_values(output, prompt)
         token_rewards = [0.0] * (len(tokens) - 1) + [reward(tokens)]
         gained, returns = generalized_advantages(token_rewards, values, gamma=GAMMA, gae_lambda=GAE_LAMBDA)
@@ -64,14 +75,18 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
         critic_data.append(critic_datum(prompt, tokens, values, returns))
     critic_payload = forward_backward_payload(critic_data, "ppo_critic", {"value_clip": VALUE_CLIP})
     check_payload(critic_payload, ctx.provider)
-    ctx.metrics["critic/loss"] = ctx.client.run_operation(critic, "forward_backward", critic_payload).get("loss")
-    ctx.client.run_operation(critic, "optim_step", CRITIC_OPTIMIZER)
+    for update in range(CRITIC_UPDATES):
+        learned = ctx.client.run_operation(critic, "forward_backward", critic_payload)
+        ctx.client.run_operation(critic, "optim_step", CRITIC_OPTIMIZER)
+        if update == 0:
+            ctx.metrics["critic/loss"] = learned.get("loss")  # of the values that the advantages were made with
+    ctx.metrics["critic/clip_frac"] = (learned.get("metrics") or {}).get("clip_frac")
     normalized = batch_normalize(advantages)
     if all(map(all_zero, normalized)):
         raise NoGradientSignal("every token has the same advantage")
     data = [
         rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage)
-        for sequence, advantage in zip(sequences, normalized, strict=True)
+        for (prompt, sequence), advantage in zip(completions, normalized, strict=True)
     ]
     config = {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
     return forward_backward_payload(data, "ppo", config)
