@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -103,6 +104,14 @@ def test_a_redirect_is_refused_and_the_key_goes_nowhere_else():
         with ScriptedServer(run(), moved) as server, pytest.raises(RequestRejected, match="redirect"):
             step(client_of(server))
     assert elsewhere.requests == []
+
+
+@pytest.mark.parametrize("answered", [200, 400, 500])
+def test_a_body_that_was_cut_off_is_reported_with_its_status_and_first_bytes(answered):
+    cut = reply('{"error": {"co', answered, declared_length=100)
+    with ScriptedServer(cut) as server, pytest.raises(WhitneyError) as caught:
+        client_of(server, submit_timeout_s=0).capabilities()
+    assert caught.value.status == answered and '{"error": {"co' in str(caught.value)
 
 
 def test_a_page_in_place_of_the_api_is_reported_at_once_with_its_first_bytes():
@@ -269,10 +278,35 @@ def test_a_failed_operation_says_why_and_the_run_goes_on():
 def test_a_long_poll_past_the_read_timeout_is_asked_again_and_is_no_error(caplog):
     with ScriptedServer(run(), operation("queued"), stall, operation()) as server:
         assert step(client_of(server, exchange_timeout_s=0.2)) == {"answer": 42}
-    assert [request.path for request in server.requests[2:]] == [
-        "/v1/training/runs/run-1/operations/op-1?wait_s=20"
-    ] * 2
+    assert polls(server) == ["wait_s=20", "wait_s=0"]
     assert caplog.records == []
+
+
+def polls(server):
+    paths = [request.path.partition("?") for request in server.requests[2:]]
+    assert {path for path, _, _ in paths} == {"/v1/training/runs/run-1/operations/op-1"}
+    return [query for _, _, query in paths]
+
+
+def test_a_poll_that_ends_with_408_is_no_trouble_however_often(pauses, caplog):
+    with ScriptedServer(run(), operation("queued"), *[refusal(408, "not_yet")] * 6, operation()) as server:
+        assert step(client_of(server)) == {"answer": 42}
+    assert pauses == [0.02 * 2**k for k in range(6)] and caplog.records == []
+
+
+def test_a_gateway_that_cuts_held_polls_off_is_asked_for_short_ones_in_between(pauses, caplog):
+    cut = refusal(504, "gateway_timeout")
+    with ScriptedServer(run(), operation("queued"), cut, operation("running"), cut, operation()) as server:
+        assert step(client_of(server)) == {"answer": 42}
+    assert polls(server) == ["wait_s=20", "wait_s=0"] * 2
+    assert caplog.records == []
+
+
+def test_a_poll_that_was_not_held_and_has_no_answer_is_trouble(pauses):
+    with ScriptedServer(run(), operation("queued"), *[refusal(504, "gateway_timeout")] * 2) as server:
+        with pytest.raises(RequestRejected, match="script_ended"):
+            step(client_of(server))
+    assert polls(server) == ["wait_s=20", "wait_s=0", "wait_s=0"]
 
 
 def test_a_server_that_does_not_hold_the_poll_is_polled_with_a_growing_pause(pauses):
@@ -575,16 +609,33 @@ def test_threads_may_share_a_run_and_each_operation_takes_effect_once(tmp_path):
         client.close_session(session_id)
 
 
-def test_more_operations_than_a_service_keeps_the_results_of_are_submitted_without_losing_one(tmp_path):
+def test_two_threads_submit_more_than_a_service_keeps_the_results_of_and_none_is_lost(tmp_path):
+    payloads = [{"input": {"token_ids": [1] * (1 + n % 7)}} for n in range(200)]
+    lengths = [1 + n % 7 for n in range(200)]
     with serve(tmp_path) as service:
         client = WhitneyClient(service.base_url, service.api_key)
         with training_session(client, provider="modal") as session_id:
             with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
                 sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
-                payloads = [{"input": {"token_ids": [1] * (1 + n % 7)}} for n in range(300)]
-                results = client.sampler_operations(run_id, sampler_id, "logprobs", payloads)
+
+                def ask(_):
+                    return client.sampler_operations(run_id, sampler_id, "logprobs", payloads)
+
+                with ThreadPoolExecutor(2) as pool:
+                    for results in pool.map(ask, range(2)):
+                        assert [len(result["logprobs"]) for result in results] == lengths
                 assert client.run_operations(run_id, "save_weights_for_sampler", []) == []
-    assert [len(result["logprobs"]) for result in results] == [1 + n % 7 for n in range(300)]
+
+
+def test_what_is_known_of_fetched_results_is_not_kept(tmp_path):
+    with serve(tmp_path) as service:
+        client = WhitneyClient(service.base_url, service.api_key)
+        with training_session(client, provider="modal") as session_id:
+            with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
+                pending = client.submit_operation(run_id, "save_weights_for_sampler", {})
+                assert client._orders[run_id].pending == {1: pending}
+                pending.result()
+                assert client._orders[run_id].pending == {}
 
 
 def test_a_port_where_nothing_listens_is_reported_as_not_sent(pauses):

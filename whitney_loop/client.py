@@ -6,7 +6,7 @@ wire is this project's reading, and it stands in ``Wire``: where your deployment
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import logging
 import math
@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -30,7 +30,7 @@ from whitney_loop.errors import (
     WhitneyError,
     redacted,
 )
-from whitney_loop.transport import Transport
+from whitney_loop.transport import TIMEOUT, Transport
 
 logger = logging.getLogger("whitney_loop")
 
@@ -96,7 +96,11 @@ _FIRST_PAUSE_S = 0.02  # between polls of a server that does not hold them
 _LONGEST_PAUSE_S = 5.0
 _LONGEST_LISTING = 400  # characters; the names of the contract take half of it
 _LONGEST_ID = 300  # characters
-_MOST_IN_FLIGHT = 256  # a service keeps the results of so many operations
+_RESULTS_KEPT = 256  # a service keeps those of so many newest operations
+# Answers to a poll that only say that there is none yet. 504 and a read timeout come of holding it: one that was not
+# held is then asked, and there they are trouble.
+_NOTHING_YET = (408,)
+_NOTHING_YET_HELD = (408, 504, TIMEOUT)
 _PATIENCE_S = 30.0  # an operation that takes longer says so in the log, each time this passes
 
 
@@ -106,6 +110,7 @@ class _Order:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     next_seq_id: int | None = None  # None: not asked yet
+    pending: dict[int, PendingOperation] = field(default_factory=dict)  # by seq_id: those whose result was not fetched
     broken: str | None = None  # why no operation may follow
 
 
@@ -285,21 +290,23 @@ class WhitneyClient:
     def run_operations(self, run_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """An operation for each payload, in order, and their results. All are submitted before the first is awaited.
 
-        Of more than 256 the oldest is awaited first, since a service may forget older results. Raises what
-        ``run_operation`` raises for the first that fails; those that were submitted after it still run.
+        Raises what ``run_operation`` raises for the first that fails; those that were submitted after it still run.
         """
-        return _results_of(functools.partial(self.submit_operation, run_id, kind), payloads)
+        submitted = [self.submit_operation(run_id, kind, payload) for payload in payloads]
+        return [operation.result() for operation in submitted]
 
     def sampler_operations(
         self, run_id: str, sampler_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """The same for a sampler's operations, on several of which a service may work at a time."""
-        return _results_of(functools.partial(self.submit_sampler_operation, run_id, sampler_id, kind), payloads)
+        submitted = [self.submit_sampler_operation(run_id, sampler_id, kind, payload) for payload in payloads]
+        return [operation.result() for operation in submitted]
 
     def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
         """Have an operation accepted, in its order, and do not wait for it: ``result()`` of what is returned does.
 
-        Several may be submitted before the first result is awaited. Raises what ``run_operation`` raises until then.
+        Any number may be submitted before the first result is awaited: where a service would forget one (it keeps 256),
+        that one is fetched first. Raises what ``run_operation`` raises until then.
         """
         return self._submit(run_id, _path(Wire.OPERATIONS, run_id=run_id), kind, payload)
 
@@ -323,6 +330,7 @@ class WhitneyClient:
             if order.next_seq_id is None:
                 order.next_seq_id = self._next_seq_id(run_id)
             seq_id = order.next_seq_id
+            self._fetch_what_would_be_forgotten(order, seq_id)
             head = json.dumps({Wire.KIND: kind, Wire.SEQ_ID: seq_id})
             body = f'{head[:-1]}, "{Wire.PAYLOAD}": {serialised}}}'.encode()
             try:
@@ -334,9 +342,21 @@ class WhitneyClient:
                 if isinstance(error, WhitneyError):
                     error.method, error.path = error.method or "POST", error.path or redacted(path)
                 raise
+        pending = PendingOperation(run_id, kind, seq_id, redacted(path), answer, self._ended)
         with self._lock:
             self.accepted[kind] += 1
-        return PendingOperation(run_id, kind, seq_id, redacted(path), answer, self._ended)
+            order.pending[seq_id] = pending
+        return pending
+
+    def _fetch_what_would_be_forgotten(self, order: _Order, seq_id: int) -> None:
+        """Fetch, whoever waits for it, each result that a service may forget once ``seq_id`` is taken."""
+        with self._lock:
+            oldest = [pending for number, pending in order.pending.items() if number <= seq_id - _RESULTS_KEPT]
+        for pending in oldest:
+            with contextlib.suppress(WhitneyError):  # its own result() says so
+                pending.result()
+            with self._lock:
+                order.pending.pop(pending.seq_id, None)
 
     def _ended(self, pending: PendingOperation, operation: dict[str, Any]) -> dict[str, Any]:
         """The operation once it has ended, however long the service holds a poll."""
@@ -344,33 +364,42 @@ class WhitneyClient:
         path = _path(Wire.OPERATION, run_id=pending.run_id, operation_id=operation[Wire.OPERATION_ID])
         deadline = time.monotonic() + self.operation_timeout_s
         started = said = time.monotonic()
-        pause = _FIRST_PAUSE_S
+        pause, hold = _FIRST_PAUSE_S, True
         while operation[Wire.STATUS] not in Wire.ENDED_OPERATION:
             asked = time.monotonic()
             left = deadline - asked
             if left <= 0:
                 raise OperationTimeout(
                     f"{kind} was accepted and is {_shown(operation[Wire.STATUS])}, but did not end in "
-                    f"{self.operation_timeout_s:.0f} s; it may still",
+                    f"{self.operation_timeout_s:g} s; it may still",
                     outcome="unknown", seq_id=seq_id,
                 )  # fmt: skip
             if asked - said > _PATIENCE_S:
                 said = asked
                 logger.warning("%s (seq_id %s) is %s for %.0f s", kind, seq_id, operation[Wire.STATUS], asked - started)
-            operation = self._poll(path, operation, kind, left) or operation
+            answer = self._poll(path, operation, kind, left, hold=hold)
+            operation, hold = answer or operation, answer is not None or not hold
             held_s = time.monotonic() - asked
             if operation[Wire.STATUS] not in Wire.ENDED_OPERATION and held_s < min(left, _LONG_POLL_S) / 2:
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+        with self._lock:
+            self._orders[pending.run_id].pending.pop(seq_id, None)
         return operation
 
-    def _poll(self, path: str, operation: dict[str, Any], kind: str, left: float) -> dict[str, Any] | None:
-        """The operation as it is after at most ``_LONG_POLL_S``; None where the answer itself did not come in time."""
-        wait = Wire.WAIT.format(seconds=max(1, int(min(left, _LONG_POLL_S))))
+    def _poll(
+        self, path: str, operation: dict[str, Any], kind: str, left: float, *, hold: bool
+    ) -> dict[str, Any] | None:
+        """The operation as it is, with ``hold`` after at most ``_LONG_POLL_S``; None where the answer is none yet."""
+        wait = Wire.WAIT.format(seconds=max(1, int(min(left, _LONG_POLL_S))) if hold else 0)
         seq_id = operation[Wire.SEQ_ID]
         try:
             answer = self._transport.exchange(
-                "GET", path + wait, budget_s=min(left, self.submit_timeout_s), seq_id=seq_id, long_poll=True
+                "GET",
+                path + wait,
+                budget_s=min(left, self.submit_timeout_s),
+                seq_id=seq_id,
+                nothing_yet=_NOTHING_YET_HELD if hold else _NOTHING_YET,
             )
             if answer is not None:
                 _require_operation(answer, kind, seq_id, operation[Wire.OPERATION_ID])
@@ -428,20 +457,8 @@ class WhitneyClient:
     ) -> dict[str, Any]:
         budget_s = self.submit_timeout_s if timeout_s is None else timeout_s
         answer = self._transport.exchange(method, path, body, budget_s=budget_s, headers=headers, seq_id=seq_id)
-        assert answer is not None  # only a long poll ends without
+        assert answer is not None  # only a poll ends without
         return answer
-
-
-def _results_of(
-    submit: Callable[[Mapping[str, Any]], PendingOperation], payloads: Iterable[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = []
-    in_flight: deque[PendingOperation] = deque()
-    for payload in payloads:
-        if len(in_flight) == _MOST_IN_FLIGHT:
-            results.append(in_flight.popleft().result())
-        in_flight.append(submit(payload))
-    return results + [pending.result() for pending in in_flight]
 
 
 def result_sampler_id(result: Mapping[str, Any]) -> str:

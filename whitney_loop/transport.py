@@ -6,6 +6,7 @@ retry sends the same bytes. Retrying is limited by time, not by count.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import email.utils
 import http.client
@@ -22,7 +23,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 from whitney_loop.errors import (
@@ -42,6 +43,7 @@ _RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 _UNTOUCHED_STATUSES = frozenset({408, 429})  # the service says that it did not take the request
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 20.0
+TIMEOUT = "timeout"  # of a read
 _LARGEST_BODY = 256 * 2**20  # bytes; logprobs of 1,000 completions of 10,000 tokens fit
 _CHUNK = 64 * 2**10
 _SHOWN_BYTES = 200  # of a body that is no JSON of the contract
@@ -94,11 +96,11 @@ class Transport:
         budget_s: float,
         headers: Mapping[str, str] | None = None,
         seq_id: int | None = None,
-        long_poll: bool = False,
+        nothing_yet: Collection[int | str] = (),
     ) -> dict[str, Any] | None:
-        """The JSON object that the service answers; None where a ``long_poll`` ended without an answer.
+        """The JSON object that the service answers; None where ``nothing_yet`` came: one of these statuses, or TIMEOUT.
 
-        Asks again on connection trouble and on the statuses above until ``budget_s`` seconds have passed.
+        Asks again on other connection trouble and on the statuses above until ``budget_s`` seconds have passed.
         Raises RequestRejected, UnexpectedResponse, or ServiceUnavailable when the time is up.
         """
         deadline = time.monotonic() + budget_s
@@ -113,7 +115,7 @@ class Transport:
             try:
                 return self._attempt(request, deadline, facts)
             except _Trouble as trouble:
-                if long_poll and trouble.read_timed_out:
+                if trouble.what in nothing_yet:
                     return None
                 may_have_arrived |= trouble.may_have_arrived
                 outcome: Outcome = "unknown" if may_have_arrived else trouble.outcome_if_untouched
@@ -142,7 +144,7 @@ class Transport:
             return parsed
         message = f"answered {status} with a body that is no JSON object: {_shown(raw)}"
         if raw.strip()[:1] in (b"", b"{"):  # cut short on its way
-            raise _Trouble(message, may_have_arrived=True, about={"status": status})
+            raise _Trouble(message, may_have_arrived=True, what=status, about={"status": status})
         raise UnexpectedResponse(
             f"the service {message}. Is {self.base_url} the API itself?",
             outcome="unknown", status=status, **facts,
@@ -152,8 +154,8 @@ class Transport:
         status = answer.code
         try:
             raw = _read(cast(http.client.HTTPResponse, answer.fp), facts)
-        except (OSError, http.client.HTTPException):
-            raw = b""  # the status alone says what to do
+        except OSError:
+            raw = b""  # it did not come in time; the status alone says what to do
         about = {"message": None, "code": None, "request_id": None, **self._read_error(_json_object(raw) or {})}
         message = about.pop("message")
         said = message if isinstance(message, str) else f"no JSON error: {_shown(raw)}"
@@ -163,6 +165,7 @@ class Transport:
                 f"answered {status}: {said}",
                 may_have_arrived=status not in _UNTOUCHED_STATUSES,
                 outcome_if_untouched="rejected",
+                what=status,
                 retry_after=_retry_after_s(answer.headers.get("Retry-After")),
                 about=about,
             )
@@ -184,11 +187,7 @@ class Transport:
                 **facts,
             )
         never_left = isinstance(cause, (ConnectionRefusedError, socket.gaierror))
-        return _Trouble(
-            name,
-            may_have_arrived=not never_left,
-            read_timed_out=isinstance(error, TimeoutError),
-        )
+        return _Trouble(name, may_have_arrived=not never_left, what=TIMEOUT if isinstance(error, TimeoutError) else "")
 
     def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any], outcome: Outcome) -> None:
         left = deadline - time.monotonic()
@@ -218,15 +217,15 @@ class _Trouble(Exception):
         message: str,
         *,
         may_have_arrived: bool,
+        what: int | str,
         outcome_if_untouched: Outcome = "not_sent",
-        read_timed_out: bool = False,
         retry_after: float | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(redacted(message))
         self.may_have_arrived = may_have_arrived
         self.outcome_if_untouched = outcome_if_untouched
-        self.read_timed_out = read_timed_out
+        self.what = what  # a status, TIMEOUT, or ""
         self.retry_after = retry_after
         self.about = about or {}
 
@@ -320,18 +319,20 @@ def _verifying_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext
 
 
 def _read(response: http.client.HTTPResponse, facts: dict[str, Any]) -> bytes:
-    """The whole body, up to a limit."""
+    """The body, up to a limit. Of one that was cut off what came: an object without its end is seen to be none."""
     chunks = []
     size = 0
-    while chunk := response.read1(_CHUNK):
-        chunks.append(chunk)
-        size += len(chunk)
-        if size > _LARGEST_BODY:
-            raise UnexpectedResponse(
-                f"the answer is larger than {_LARGEST_BODY} bytes", outcome="unknown", status=response.status, **facts
-            )
-    if response.length:  # read1 does not say that the connection ended early
-        raise http.client.IncompleteRead(b"".join(chunks), response.length)
+    with contextlib.suppress(http.client.HTTPException, ConnectionError):
+        while chunk := response.read1(_CHUNK):
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > _LARGEST_BODY:
+                raise UnexpectedResponse(
+                    f"the answer is larger than {_LARGEST_BODY} bytes",
+                    outcome="unknown",
+                    status=response.status,
+                    **facts,
+                )
     return b"".join(chunks)
 
 
