@@ -2,8 +2,8 @@
 
     python examples/plot_metrics.py a.jsonl b.jsonl --output runs.html
 
-One chart per metric, all runs in it. A run is named by its file. Where runs
-were configured differently, a table says how. Open the page with any browser, also offline.
+One chart per metric, all runs in it. A run is named by its file. Where runs were configured differently, or one was
+resumed with other options, a table says how. Open the page with any browser, also offline.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from loop_history import read_lines
@@ -23,8 +24,12 @@ from loop_history import read_lines
 Points = list[tuple[float, float]]
 
 WIDTH, HEIGHT = 380, 220  # of a chart, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 38  # its margins: tick labels, and the name of the axis
+LEFT, RIGHT, TOP, BOTTOM = 74, 24, 10, 38  # its margins: tick labels, half of the last one, the name of the axis
 MOST_POINTS = 500  # per curve: more than the pixels there are; each is then the mean of several cycles
+# A curve goes on over cycles in which its metric was not measured, such as skipped ones: as single dots it can not be
+# followed. Over more than so many of its usual distances a line would be an invention. Where cycles are skipped at
+# random, half of the distances are above the median, and so only one in 2^10 is above ten of it.
+GAP = 10
 TICKS = 4  # about so many per axis
 LARGEST = 1e300  # of a value that is drawn: the difference of two of them is still a number
 
@@ -35,6 +40,11 @@ DASHES = ("", "6 3", "2 3")
 FIRST = ("reward", "loss", "kl", "ratio", "ess", "clip_frac", "groups", "completions", "optim")  # groups, in this order
 LAST = ("provider", "time")
 HIDDEN = frozenset({"cycle", "version"})
+# Options that change no curve: how far a start went and from where, where things lie, and what others tell as well.
+UNTOLD = frozenset(
+    {"cycles", "first_cycle", "resume_from", "started", "session_id", "run_id", "save_every", "metrics", "storage"}
+    | {"journal", "recover", "timeout", "base_url", "ca_file", "local", "optimizer"}
+)
 UNITS = {
     "time": "seconds",
     "kl": "nats per token",
@@ -45,8 +55,6 @@ UNITS = {
     "completions/truncated_frac": "share of completions",
     "completions/empty_frac": "share of completions",
     "groups/uniform_frac": "share of groups",
-    "reward": "reward",
-    "loss": "loss",
     "optim/grad_norm": "L2 norm",
 }
 
@@ -58,7 +66,7 @@ h1 { font-size: 20px; margin: 0 0 8px; } h2 { font-size: 15px; margin: 24px 0 4p
 ul.legend { list-style: none; padding: 8px 0; margin: 0; position: sticky; top: 0; background: var(--paper); }
 ul.legend li { display: inline-block; margin-right: 20px; }
 .charts { display: flex; flex-wrap: wrap; gap: 16px; }
-figure { margin: 0; } figcaption { font-weight: 600; padding-left: 58px; }
+figure { margin: 0; } figcaption { font-weight: 600; } small { font-weight: 400; color: var(--soft); }
 svg text { font-size: 11px; fill: var(--soft); } svg .grid { stroke: var(--rule); } svg .axis { stroke: var(--soft); }
 table { border-collapse: collapse; } td, th { border: 1px solid var(--rule); padding: 2px 8px; text-align: left; }
 """
@@ -67,12 +75,18 @@ table { border-collapse: collapse; } td, th { border: 1px solid var(--rule); pad
 @dataclass
 class Run:
     name: str
-    config: dict[str, Any]
+    configs: list[dict[str, Any]]  # of each start: the file begins with one, and each resumption adds one
     cycles: list[dict[str, Any]]
 
     def points(self, key: str) -> Points:
         """(cycle, value) where the metric is a finite number."""
         return [(entry["cycle"], entry[key]) for entry in self.cycles if _is_finite(entry.get(key))]
+
+    def option(self, name: str) -> str:
+        """Its value, and each other one that a resumption gave it."""
+        held = groupby(self.configs, lambda config: str(config.get(name)))
+        (first, _), *later = [(value, next(configs).get("first_cycle")) for value, configs in held]
+        return " → ".join([first, *(f"{value} (cycle {cycle})" for value, cycle in later)])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,7 +96,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         runs = [read_run(path, name) for path, name in zip(options.files, names_of(options.files), strict=True)]
-        options.output.write_text(page(runs), encoding="utf-8")
+        empty = [str(path) for path, run in zip(options.files, runs, strict=True) if not run.cycles]
+        told = f"no cycle yet in {', '.join(empty)}: is it of rl_loop.py --metrics?"
+        if len(empty) == len(runs):
+            raise ValueError(told)
+        if empty:
+            print(f"left out: {told}", file=sys.stderr)
+        options.output.write_text(page([run for run in runs if run.cycles]), encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,13 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Its configuration and its cycles. ValueError where the file holds no cycle."""
+    """Its configurations, and its cycles in order."""
     entries = [line.entry for line in read_lines(path)]
     by_cycle = {entry["cycle"]: entry for entry in entries if _is_finite(entry.get("cycle"))}
-    if not by_cycle:
-        raise ValueError(f"{path} holds no cycle yet: it is a file of rl_loop.py --metrics?")
     configs = [entry["config"] for entry in entries if isinstance(entry.get("config"), dict)]
-    return Run(name, configs[0] if configs else {}, [by_cycle[cycle] for cycle in sorted(by_cycle)])
+    return Run(name, configs or [{}], [by_cycle[cycle] for cycle in sorted(by_cycle)])
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -110,7 +128,9 @@ def page(runs: Sequence[Run]) -> str:
     keys = sorted({key for run in runs for entry in run.cycles for key in entry} - HIDDEN, key=_rank)
     curves = {key: [run.points(key) for run in runs] for key in keys}
     names = [run.name for run in runs]
-    charts = [figure(key, names, of_key) for key, of_key in curves.items() if any(of_key)]
+    # All charts have the same cycles across, so that a metric of one run only lines up with the others.
+    across = ticks([run.cycles[end]["cycle"] for run in runs for end in (0, -1)], whole=True)
+    charts = [figure(key, names, of_key, across) for key, of_key in curves.items() if any(of_key)]
     title = " · ".join(escape(run.name) for run in runs)
     return (
         f'<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">'
@@ -129,23 +149,22 @@ def legend(runs: Sequence[Run]) -> str:
 
 
 def differences(runs: Sequence[Run]) -> str:
-    """A table of the options that the runs do not share; nothing where there is one run."""
-    names = dict.fromkeys(name for run in runs for name in run.config)
-    untold = {"session_id", "run_id", "started", "metrics", "base_url", "optimizer"}  # these decide nothing more
+    """A table of the options that differ between the runs or within one; nothing where there are none."""
+    starts = [config for run in runs for config in run.configs]
     rows = [
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(str(run.config.get(name)))}</td>' for run in runs)}</tr>"
-        for name in names
-        if name not in untold and len({str(run.config.get(name)) for run in runs}) > 1
+        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(run.option(name))}</td>' for run in runs)}</tr>"
+        for name in dict.fromkeys(name for config in starts for name in config)
+        if name not in UNTOLD and len({str(config.get(name)) for config in starts}) > 1
     ]
     head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     return f"<h2>What differs</h2><table><tr><th>option</th>{head}</tr>{''.join(rows)}</table>" if rows else ""
 
 
-def figure(key: str, names: Sequence[str], curves: Sequence[Points]) -> str:
+def figure(key: str, names: Sequence[str], curves: Sequence[Points], x_ticks: Sequence[float]) -> str:
     """One metric as SVG: axes with ticks, units, and a curve per run."""
-    everything = [point for curve in curves for point in curve]
-    x_ticks = ticks([x for x, _ in everything], whole=True)
-    y_ticks = ticks([y for _, y in everything])
+    size = math.ceil(max(map(len, curves)) / MOST_POINTS)  # one for all: as a mean of more, a run would look calmer
+    drawn = [[thinned(segment, size) for segment in segments(curve)] for curve in curves]
+    y_ticks = ticks([y for pieces in drawn for piece in pieces for _, y in piece])
     (x_low, x_high), (y_low, y_high) = (x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1])
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -164,13 +183,11 @@ def figure(key: str, names: Sequence[str], curves: Sequence[Points]) -> str:
     parts.append(f"<line class=axis x1={LEFT} x2={WIDTH - RIGHT} y1={HEIGHT - BOTTOM} y2={HEIGHT - BOTTOM} />")
     parts.append(f"<line class=axis x1={LEFT} x2={LEFT} y1={TOP} y2={HEIGHT - BOTTOM} />")
     parts.append(f"<text x={(LEFT + WIDTH - RIGHT) / 2} y={HEIGHT - 6} text-anchor=middle>cycle</text>")
-    middle = (TOP + HEIGHT - BOTTOM) / 2
+    for index, (name, pieces) in enumerate(zip(names, drawn, strict=True)):
+        parts += [path(piece, place, index, name) for piece in pieces]
     unit = UNITS.get(key) or UNITS.get(key.partition("/")[0]) or ""
-    parts.append(f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor=middle>{escape(unit)}</text>')
-    for index, (name, curve) in enumerate(zip(names, curves, strict=True)):
-        parts += [path(segment, place, index, name) for segment in segments(thinned(curve))]
     svg = f'<svg width={WIDTH} height={HEIGHT} role=img aria-label="{escape(key)}">{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{escape(key)}</figcaption>{svg}</figure>"
+    return f"<figure><figcaption>{escape(key)} <small>{escape(unit)}</small></figcaption>{svg}</figure>"
 
 
 def path(segment: Points, place: Any, index: int, name: str) -> str:
@@ -184,30 +201,29 @@ def path(segment: Points, place: Any, index: int, name: str) -> str:
 
 
 def segments(curve: Points) -> list[Points]:
-    """The curve in pieces: a line over cycles that have no value, such as skipped ones, would be an invention."""
-    step = min((after[0] - before[0] for before, after in pairwise(curve)), default=1)
+    """The curve in pieces: it is cut where it has no value for long."""
+    usual = median([after[0] - before[0] for before, after in pairwise(curve)] or [1])
     pieces: list[Points] = []
     for point in curve:
-        if pieces and point[0] - pieces[-1][-1][0] <= 1.5 * step:
+        if pieces and point[0] - pieces[-1][-1][0] <= GAP * usual:
             pieces[-1].append(point)
         else:
             pieces.append([point])
     return pieces
 
 
-def thinned(curve: Points) -> Points:
-    """At most about ``MOST_POINTS`` points, each the mean of as many neighbours."""
-    size = math.ceil(len(curve) / MOST_POINTS)
-    chunks = [curve[start : start + size] for start in range(0, len(curve), size)] if size > 1 else []
-    return [(sum(x for x, _ in c) / len(c), sum(y for _, y in c) / len(c)) for c in chunks] or curve
+def thinned(curve: Points, size: int) -> Points:
+    """Each point the mean of ``size`` neighbours."""
+    chunks = [curve[start : start + size] for start in range(0, len(curve), size)]
+    return [(sum(x for x, _ in c) / len(c), sum(y for _, y in c) / len(c)) for c in chunks]
 
 
 def ticks(values: Sequence[float], *, whole: bool = False) -> list[float]:
     """Round numbers from at most the lowest value to at least the highest; at least two of them."""
     low, high = min(values), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # one value, but for rounding: it is drawn in the middle
-        margin = abs(high) / 2
-        low, high = (low - margin, high + margin) if margin else (0.0, 1.0)
+    largest = max(abs(low), abs(high))
+    if high - low <= 1e-6 * max(largest, 1e-6):  # one value, but for rounding to 32 bits: it is drawn in the middle
+        low, high = (low - largest / 2, high + largest / 2) if largest else (0.0, 1.0)
     rough = (high - low) / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
@@ -221,7 +237,8 @@ def _label(value: float, beside: Sequence[float]) -> str:
     step = beside[1] - beside[0]
     largest = max(abs(tick) for tick in beside)
     if largest >= 1e6 or largest < 1e-3:
-        return f"{value:.3g}" if value else "0"
+        digits = math.floor(math.log10(largest)) - math.floor(math.log10(step) + 1e-9) + 2
+        return f"{value:.{digits}g}".replace("-", "−")
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     decimals += round(step * 10**decimals, 6) % 1 != 0  # a step of 0.25 needs one more
     return f"{value:.{decimals}f}".replace("-", "−")

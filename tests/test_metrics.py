@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pty
+import random
 import re
 import subprocess
 import sys
@@ -254,7 +255,7 @@ def test_on_a_terminal_the_line_has_rate_and_time_left_and_in_a_pipe_it_has_not(
 class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
-        self.tags, self.text, self.curves = [], [], []
+        self.tags, self.text, self.curves, self.labels = [], [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -262,9 +263,14 @@ class Page(HTMLParser):
         assert not {"src", "href", "onload", "onclick"} & dict(attributes).keys()  # nothing from elsewhere
         if tag == "polyline":
             self.curves.append([tuple(map(float, pair.split(","))) for pair in dict(attributes)["points"].split()])
+        self.text_at = dict(attributes) if tag == "text" else {}
 
     def handle_data(self, data):
         self.text.append(data)
+        if self.text_at:  # its ends, with 6.7 pixels for a digit or a point
+            width = 6.7 * len(data)
+            start = float(self.text_at["x"]) - width * {"middle": 0.5, "end": 1}[self.text_at["text-anchor"]]
+            self.labels.append((data, start, start + width))
 
 
 def test_the_page_shows_several_runs_with_axes_legend_and_units(folder):
@@ -293,29 +299,131 @@ def test_the_page_shows_several_runs_with_axes_legend_and_units(folder):
         ([0.0, 0.0], [0.0, 0.25, 0.5, 0.75, 1.0]),
         ([-3.0, 7.0], [-5.0, -2.5, 0.0, 2.5, 5.0, 7.5]),
         ([5.0], [2.0, 4.0, 6.0, 8.0]),
+        ([0.999_999_1, 1.0], [0.0, 0.5, 1.0, 1.5]),  # rounding to 32 bits
+        ([1e-13, 4e-13], [-2e-13, 0.0, 2e-13, 4e-13, 6e-13]),
     ],
 )
 def test_ticks_are_round_and_hold_all_values(values, expected):
-    assert plot_metrics.ticks(values) == pytest.approx(expected)
+    assert plot_metrics.ticks(values) == pytest.approx(expected, abs=1e-20)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e9, 1e300])
 def test_a_chart_can_be_drawn_at_any_scale(scale):
     curve = [(float(cycle), scale * math.sin(cycle)) for cycle in range(2000)]
-    drawn = Page(plot_metrics.figure("x", ["a", "b", "c"], [curve, [(3.0, scale)], []]))
+    drawn = Page(plot_metrics.figure("x", ["a", "b", "c"], [curve, [(3.0, scale)], []], [0.0, 2000.0]))
     assert len(drawn.curves) == 1 and len(drawn.curves[0]) <= plot_metrics.MOST_POINTS
     assert "circle" in drawn.tags and "nan" not in " ".join(drawn.text)
 
 
-def test_a_curve_is_not_drawn_over_cycles_without_a_value():
-    assert plot_metrics.segments([(0, 1), (1, 1), (5, 1), (6, 1), (9, 1)]) == [
-        [(0, 1), (1, 1)], [(5, 1), (6, 1)], [(9, 1)],
-    ]  # fmt: skip
+def test_a_curve_is_not_drawn_over_many_cycles_without_a_value():
+    curve = [(cycle, 1) for cycle in (0, 1, 2, 3, 8, 9, 19, 30)]
+    assert plot_metrics.segments(curve) == [curve[:-1], curve[-1:]]
+
+
+def curves_of(*curves):
+    """What is drawn of them in one chart: lines and single dots."""
+    values = [[(cycle, math.sin(cycle)) for cycle in curve] for curve in curves]
+    drawn = Page(plot_metrics.figure("x", ["run"] * len(curves), values, [0.0, 6000.0]))
+    return drawn.curves, drawn.tags.count("circle")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "No such file"), ("{}\n", "holds no cycle"), ("x\ny\n", ":1 ")]
+    "cycles",
+    [
+        *(range(length) for length in range(500, 6001, 61)),
+        [*range(0, 1000, 10), 999],  # an evaluation every ten cycles, and one at the end
+        [cycle for cycle in range(1200) if random.Random(cycle).random() > 0.3],  # the others were skipped
+        [cycle for cycle in range(6000) if random.Random(cycle).random() > 0.8],
+    ],
+    ids=len,
 )
+def test_a_curve_is_one_line_however_many_cycles_it_has_and_however_many_were_skipped(cycles):
+    [line], dots = curves_of(cycles)
+    assert len(line) <= plot_metrics.MOST_POINTS and dots == 0
+
+
+def test_of_a_long_curve_each_piece_is_thinned_and_none_over_a_gap():
+    lines, dots = curves_of([*range(1001), *range(3000, 4002)])
+    assert [len(line) for line in lines] == [201, 201] and dots == 0
+    assert lines[0][-1][0] < lines[1][0][0] - 90
+
+
+def test_runs_in_one_chart_are_means_of_as_many_cycles():
+    assert [len(line) for line in curves_of(range(2000), range(200))[0]] == [500, 50]
+
+
+@pytest.mark.parametrize("last", [1, 100, 1999, 5999, 20_000, 900_000])
+@pytest.mark.parametrize(
+    "values", [(0.99999905, 1.0), (-4e-4, 2e-4), (0.0, 3e-7), (0.2, 0.9), (1.2e6, 1.21e6), (-9e5, 0)]
+)
+def test_the_names_of_the_ticks_are_inside_and_differ(last, values):
+    across = plot_metrics.ticks([0, last], whole=True)
+    drawn = Page(plot_metrics.figure("loss", ["run"], [[*zip((0, last), values, strict=True)]], across))
+    assert all(start >= 0 and end <= plot_metrics.WIDTH for _, start, end in drawn.labels)
+    down = [label for label, _, end in drawn.labels if end < plot_metrics.LEFT]
+    assert len(down) == len(set(down)) >= 3
+
+
+def test_the_axis_is_that_of_what_is_drawn():
+    """Means of four cycles: by the values themselves, most of the chart would be empty."""
+    curve = [(cycle, 100.0 if cycle % 4 else -300.0) for cycle in range(2000)]
+    assert "300" not in " ".join(Page(plot_metrics.figure("x", ["run"], [curve], [0.0, 2000.0])).text)
+
+
+def written(path, *entries):
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return str(path)
+
+
+def start(first_cycle, **options):
+    where = {"cycles": 2 + first_cycle, "resume_from": first_cycle or None, "first_cycle": first_cycle}
+    return {"config": {"seed": 1, **options, **where, "base_url": f"http://127.0.0.1:{first_cycle}"}}
+
+
+def table_of(content):
+    """The rows of what differs; none where there is no table."""
+    rows = content.partition("<table>")[2].partition("</table>")[0].split("<tr>")[2:]
+    return [re.findall("<td>(.*?)</td>", row) for row in rows]
+
+
+def test_the_page_says_what_differs_between_runs_and_what_a_resumption_changed(tmp_path):
+    def rows(*names):
+        assert plot_metrics.main([*names, "--output", str(tmp_path / "x.html")]) == 0
+        return table_of((tmp_path / "x.html").read_text())
+
+    first, cycles = start(0, learning_rate=0.1, updates=1), [{"cycle": 0}, {"cycle": 1}]
+    plain = written(tmp_path / "plain.jsonl", first, *cycles)
+    other = written(tmp_path / "other.jsonl", start(0, learning_rate=0.1, updates=3), *cycles)
+    same = written(tmp_path / "same.jsonl", first, *cycles, start(2, learning_rate=0.1, updates=1))
+    resumed = written(
+        tmp_path / "resumed.jsonl",
+        *(first, *cycles, start(2, learning_rate=0.001, updates=3), {"cycle": 2}),
+        *(start(3, learning_rate=0.001, updates=3), {"cycle": 3}, start(4, learning_rate=0.1, updates=3)),
+    )
+    rate = "0.1 → 0.001 (cycle 2) → 0.1 (cycle 4)"
+    assert rows(plain) == rows(plain, same) == []
+    assert rows(plain, other) == [["updates", "1", "3"]]
+    assert rows(resumed) == [["learning_rate", rate], ["updates", "1 → 3 (cycle 2)"]]
+    assert rows(resumed, other) == [["learning_rate", rate, "0.1"], ["updates", "1 → 3 (cycle 2)", "3"]]
+
+
+def test_all_charts_have_the_same_cycles_across(tmp_path):
+    one = written(tmp_path / "one.jsonl", *({"cycle": cycle, "a": cycle} for cycle in range(4)))
+    two = written(tmp_path / "two.jsonl", *({"cycle": cycle, "b": cycle} for cycle in range(9)))
+    assert plot_metrics.main([one, two, "--output", str(tmp_path / "x.html")]) == 0
+    of_a, of_b = Page((tmp_path / "x.html").read_text()).curves
+    assert [x for x, _ in of_a] == [x for x, _ in of_b][:4]
+    assert of_b[-1][0] <= plot_metrics.WIDTH - plot_metrics.RIGHT
+
+
+def test_a_file_without_a_cycle_is_named_and_the_others_are_plotted(tmp_path, capsys):
+    empty, full = written(tmp_path / "e.jsonl", start(0)), written(tmp_path / "f.jsonl", {"cycle": 0, "a": 1})
+    assert plot_metrics.main([empty, full, "--output", str(tmp_path / "x.html")]) == 0
+    assert f"no cycle yet in {empty}:" in capsys.readouterr().err
+    assert "f (cycles 0–0)" in " ".join(Page((tmp_path / "x.html").read_text()).text)
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "No such file"), ("{}\n", "no cycle yet"), ("x\ny\n", ":1 ")])
 def test_what_can_not_be_plotted_is_said(content, message, tmp_path, capsys):
     path = tmp_path / "m.jsonl"
     if content:
