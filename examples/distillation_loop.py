@@ -32,6 +32,7 @@ from loop_support import (
     say,
     train_on,
 )
+from loop_warnings import Warnings
 from sft_loop import batches, read_data
 from whitney_loop import (
     Datum,
@@ -47,6 +48,7 @@ from whitney_loop import (
 )
 
 NEEDED_OPERATIONS = ("forward_backward", "optim_step", "save_weights_for_sampler", "sample", "logprobs")
+LOSS_FUNCTION = "importance_sampling"
 TEACHER_BATCH = 8  # examples per optimizer step
 
 
@@ -88,6 +90,9 @@ def train(
     optimizer: Payload,
 ) -> int:
     summary |= {"cycles_done": 0, "tokens_sampled": 0, "tokens_trained": 0, "kl_first": None, "kl_last": None}
+    warnings = Warnings(summary)
+    warnings.learning_rate(options.learning_rate, embedded=place.embedded)
+    warnings.sampling(requests, LOSS_FUNCTION)
     with open_run(options, place, summary, NEEDED_OPERATIONS) as ctx:
         teacher = open_teacher(ctx, options, teacher_data, optimizer, summary)
         for cycle in range(options.cycles):
@@ -142,7 +147,7 @@ def train_one_cycle(
         per_token = [theirs - mine for theirs, mine in zip(thought, sequence["logprobs"], strict=True)]
         advantages += per_token
         data.append(rl_datum(prompt, sequence["tokens"], sequence["logprobs"], per_token))
-    payload = forward_backward_payload(data, "importance_sampling")
+    payload = forward_backward_payload(data, LOSS_FUNCTION)
     check_payload(payload, ctx.provider)
     backward = train_on(ctx, payload, optimizer, summary)
     summary["tokens_sampled"] += len(advantages)

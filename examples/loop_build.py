@@ -14,6 +14,7 @@ from loop_support import CallableError, Payload, UsageError
 from whitney_loop import LoopContext, NoGradientSignal, check_payload, require_advertised_loss
 
 BATCH_NAME = "build_batch_loss"
+FLAT_WITHOUT_ADVANTAGE = frozenset({"importance_sampling", "ppo", "cispo", "gspo", "dppo"})  # dro pulls to the sampler
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,21 @@ def _call(
         check_payload(payload, ctx.provider)
     except ValueError as error:
         raise ValueError(f"{name} returned, {where}, what {ctx.provider} would refuse: {error}") from None
+    if not has_signal(payload):
+        raise NoGradientSignal("every advantage is 0")
     return payload
+
+
+def has_signal(payload: Payload) -> bool:
+    """False where the gradient is 0 whatever the weights are: a step on it would only be billed, and decay them."""
+    if payload["loss_function"] not in FLAT_WITHOUT_ADVANTAGE:
+        return True
+    tensors = [datum["loss_inputs"] for datum in payload["data"]]
+    return any(
+        weight and advantage
+        for datum in tensors
+        for weight, advantage in zip(datum["weights"]["values"], datum["advantages"]["values"], strict=True)
+    )
 
 
 def _joined(payloads: list[tuple[str, Payload]]) -> Payload:

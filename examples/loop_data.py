@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loop_support import Payload, UsageError, is_embedded
+from loop_support import SEED_BITS, Payload, UsageError, is_embedded
 from whitney_loop.payloads import check_sample_request
 
 EXAMPLE_REQUEST = Path(__file__).with_name("sample.json")
-SEED_BITS = 31  # of the seeds that are drawn or derived: what a service keeps as int32 holds them
 
 
 def requests_of(options: argparse.Namespace) -> list[Payload]:
@@ -34,14 +33,14 @@ def requests_of(options: argparse.Namespace) -> list[Payload]:
 def read_requests(path: Path) -> list[Payload]:
     """One request, an array of them, or a JSONL of them; UsageError names the file and the line that is wrong."""
     try:
-        text = path.read_text(encoding="utf-8")
-        found = _read_lines(text) if _is_jsonl(path, text) else _read_whole(text)
+        content = path.read_bytes()
+        found = _lines(content) if _is_jsonl(path, content) else _entries(content)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--sample-json {path}: {error}") from None
     requests: list[Payload] = []
     for where, read in found:
         try:
-            request: Any = json.loads(read) if isinstance(read, str) else read
+            request: Any = json.loads(read) if isinstance(read, bytes) else read
             check_sample_request(request)
         except json.JSONDecodeError as error:
             raise UsageError(f"--sample-json {path}{where}: {error.msg} at column {error.colno}") from None
@@ -53,9 +52,9 @@ def read_requests(path: Path) -> list[Payload]:
     return requests
 
 
-def _is_jsonl(path: Path, text: str) -> bool:
+def _is_jsonl(path: Path, content: bytes) -> bool:
     """By its name, or since its first line is complete and more follows: an object may be spread over lines too."""
-    first, _, rest = text.strip().partition("\n")
+    first, _, rest = content.strip().partition(b"\n")
     if path.suffix == ".jsonl" or not rest:
         return path.suffix == ".jsonl"
     try:
@@ -64,14 +63,15 @@ def _is_jsonl(path: Path, text: str) -> bool:
         return False
 
 
-def _read_lines(text: str) -> list[tuple[str, object]]:
-    # Not splitlines(): JSON's strings may hold U+2028, which it takes for the end of a line.
-    lines = enumerate(text.split("\n"), start=1)
+def _lines(content: bytes) -> list[tuple[str, object]]:
+    """(where, line), each as bytes: still to be read."""
+    lines = enumerate(content.split(b"\n"), start=1)
     return [(f":{number}", line) for number, line in lines if line.strip()]
 
 
-def _read_whole(text: str) -> list[tuple[str, object]]:
-    read = json.loads(text)
+def _entries(content: bytes) -> list[tuple[str, object]]:
+    """(where, entry) of an array, or the one request."""
+    read = json.loads(content)
     if not isinstance(read, list):
         return [("", read)]
     return [(f", entry {index} of the array (the first is 0)", request) for index, request in enumerate(read)]
@@ -96,13 +96,10 @@ class Batches:
         epoch, index = divmod(position, len(self.requests))
         return self.requests[_order(len(self.requests), f"{self.seed}:epoch {epoch}")[index]]
 
-    def fingerprint(self) -> str:
-        """Of the data set: a run can only be continued on the same one."""
-        return hashlib.sha256(json.dumps(list(self.requests), sort_keys=True).encode()).hexdigest()[:16]
 
-
-def drawn_seed() -> int:
-    return random.SystemRandom().getrandbits(SEED_BITS)
+def fingerprint(requests: Sequence[Payload]) -> str:
+    """Of the data set: a run can only be continued on the same one."""
+    return hashlib.sha256(json.dumps(list(requests), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=2)  # a cycle may end one pass and begin the next

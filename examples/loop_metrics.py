@@ -11,8 +11,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from whitney_loop.local.objectives import evaluate
+
 Metrics = dict[str, Any]
 
+_RATIOS = ("clip_low_threshold", "clip_high_threshold")
+THRESHOLDS = {"ppo": _RATIOS, "cispo": _RATIOS, "gspo": _RATIOS, "dppo": ("delta_low", "delta_high")}
 LARGEST_LOG_RATIO = 20.0  # |p − q| is cut here before exp, so that one stale token (e²⁰ is 5e8) leaves numbers to plot
 
 
@@ -33,6 +37,7 @@ def user_metrics(groups: Sequence[Mapping[str, Any]]) -> Metrics:
     gives ``reward/mean`` and ``reward/std`` over all groups together. Of anything else the last one counts.
     """
     merged: Metrics = {}
+    groups = [{str(name): value for name, value in group.items()} for group in groups]
     for name in dict.fromkeys(name for group in groups for name in group):
         values = [_plain(group[name]) for group in groups if name in group]
         lists = [value for value in values if isinstance(value, list)]
@@ -78,27 +83,22 @@ def ratio_metrics(pairs: Sequence[tuple[float, float]]) -> Metrics:
 
 
 def clipped_fraction(payload: Mapping[str, Any], result: Mapping[str, Any]) -> float | None:
-    """The share of tokens whose ratio is outside of the clip range; None where the loss clips no single token's."""
-    if payload["loss_function"] not in ("ppo", "cispo"):
+    """What the embedded engine returns as ``clip_frac``, by the same objectives, for a service that returns none.
+
+    The share of tokens whose clipped branch was taken. None where the loss does not clip, there are no outputs, or a
+    threshold is left to the provider, whose default is not known.
+    """
+    loss_function, config = payload["loss_function"], payload["loss_config"]
+    if loss_function not in THRESHOLDS or not logprob_pairs(payload, result):
         return None
-    outside: list[bool] = []
-    per_datum = logprob_pairs(payload, result)
-    for datum, pairs in zip(payload["data"] if per_datum else [], per_datum, strict=True):
-        low, high = (_thresholds(payload, datum, name) for name in ("clip_low_threshold", "clip_high_threshold"))
-        if low is None or high is None:
+    clipped = counted = 0
+    for datum, output in zip(payload["data"], result["outputs"], strict=True):
+        tensors = {name: tensor["values"] for name, tensor in datum["loss_inputs"].items()}
+        if not all(name in tensors or name in config for name in THRESHOLDS[loss_function]):
             return None
-        limits = zip(pairs, low, high, strict=True)
-        outside += [not a <= math.exp(min(p - q, LARGEST_LOG_RATIO)) <= b for (p, q), a, b in limits]
-    return _mean(outside) if outside else None
-
-
-def _thresholds(payload: Mapping[str, Any], datum: Mapping[str, Any], name: str) -> list[float] | None:
-    """One per token with a weight, from the datum's tensor (Tinker) or the configuration (Modal)."""
-    weights, tensor = datum["loss_inputs"]["weights"]["values"], datum["loss_inputs"].get(name)
-    if tensor is None and name not in payload["loss_config"]:
-        return None
-    values = tensor["values"] if tensor is not None else [payload["loss_config"][name]] * len(weights)
-    return [value for value, weight in zip(values, weights, strict=True) if weight]
+        outcome = evaluate(loss_function, output["logprobs"], tensors, config)
+        clipped, counted = clipped + outcome.clipped, counted + outcome.counted
+    return clipped / counted if counted else None
 
 
 def largest_gap(payload: Mapping[str, Any], result: Mapping[str, Any]) -> float | None:

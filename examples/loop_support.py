@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import random
 import signal
 import sys
 import threading
@@ -36,9 +37,12 @@ from whitney_loop.lifecycle import first_error
 from whitney_loop.local import serve
 
 EMBEDDED_MODEL = "byte-lm"
+SEED_BITS = 31  # of the seeds that are drawn or derived: what a service keeps as int32 holds them
 ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 keep_out_of_errors(os.environ.get("WHITNEY_API_KEY", ""))  # from the first line on, before there is a client
+
+TOGETHER: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}  # NAME:sum of several parts
 
 Summary = dict[str, Any]
 Payload = dict[str, Any]
@@ -66,6 +70,7 @@ class Place:
 
     client: WhitneyClient
     embedded: bool
+    name: str  # as the user is told
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +128,13 @@ def is_embedded(options: argparse.Namespace) -> bool:
     return True
 
 
+def settle_seed(options: argparse.Namespace) -> None:
+    """Draw the seed where none is given, and say it."""
+    if options.seed is None:
+        options.seed = random.SystemRandom().getrandbits(SEED_BITS)
+        say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
+
+
 @contextmanager
 def place_to_train(options: argparse.Namespace) -> Iterator[Place]:
     """The client to train with; the embedded service is started where that is meant, and ended with the block."""
@@ -131,8 +143,7 @@ def place_to_train(options: argparse.Namespace) -> Iterator[Place]:
             client = WhitneyClient(options.base_url, operation_timeout_s=options.timeout, ca_file=options.ca_file)
         except ConfigurationError as error:
             raise UsageError(error.message) from None
-        say(f"training on {client.base_url} (as {options.provider}): what runs there may be billed")
-        yield Place(client, embedded=False)
+        yield Place(client, False, f"{client.base_url} (as {options.provider}): what runs there may be billed")
         return
     with ExitStack() as stack:
         try:
@@ -140,8 +151,8 @@ def place_to_train(options: argparse.Namespace) -> Iterator[Place]:
         except OSError as error:
             raise UsageError(f"the embedded service can not start: {error}") from None
         client = WhitneyClient(service.base_url, service.api_key, operation_timeout_s=options.timeout)
-        say(f"training on the embedded service at {client.base_url} (as {options.provider}): nothing is billed")
-        yield Place(client, embedded=True)
+        where = f"the embedded service at {client.base_url} (as {options.provider}): nothing is billed"
+        yield Place(client, True, where)
 
 
 @contextmanager
@@ -186,8 +197,15 @@ def open_run(
             if save is not None:
                 save(ctx)
             else:
-                summary["state_id"] = client.run_operation(run_id, "save_state", {}).get("state_id")
+                summary["state_id"] = saved_state(ctx)
             summary["artifact"] = client.run_operation(run_id, "export_lora", {})
+
+
+def saved_state(ctx: LoopContext) -> str | None:
+    state_id: str | None = ctx.client.run_operation(ctx.run_id, "save_state", {}).get("state_id")
+    if state_id is None:
+        say("warning: save_state gave no state_id: this run can not be gone on with")
+    return state_id
 
 
 def train_on(
@@ -214,7 +232,7 @@ def split_payload(payload: Payload, max_datums: int | None) -> list[Payload]:
 
 
 def merged_results(results: list[Payload], parts: list[Payload]) -> dict[str, Any]:
-    """The results of the parts of a payload as one: losses and sums added up, other metrics as the tokens' mean."""
+    """The results of the parts of a payload as one: sums added up, maxima and minima kept, else the tokens' mean."""
     if len(results) == 1:
         return results[0]
     merged: dict[str, Any] = {}
@@ -229,7 +247,8 @@ def merged_results(results: list[Payload], parts: list[Payload]) -> dict[str, An
     for name in results[0].get("metrics") or {}:
         values: list[Any] = [(result.get("metrics") or {}).get(name) for result in results]
         if all(isinstance(value, (int, float)) for value in values):
-            merged["metrics"][name] = sum(values) if name.endswith(":sum") else weighted_mean(values, tokens)
+            together = TOGETHER.get(name.rpartition(":")[2])
+            merged["metrics"][name] = together(values) if together else weighted_mean(values, tokens)
     return merged
 
 
@@ -259,9 +278,12 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
     try:
         try:
             with place_to_train(options) as place:
+                say(f"training on {place.name}")
+                settle_seed(options)
                 where = "the embedded service" if place.embedded else "the service of the base URL"
                 summary |= {"status": "failed", "where": where, "base_url": place.client.base_url}
                 summary |= {"provider": options.provider, "model": options.model, "session_id": None, "run_id": None}
+                summary["seed"] = options.seed
                 clear_journal(options, place)
                 try:
                     code = train(place, summary)

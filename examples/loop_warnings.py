@@ -8,6 +8,7 @@ from typing import Any
 from loop_support import Payload, Summary, say
 
 RATIO_LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "gspo", "dro", "dppo"})
+NEUTRAL = {"temperature": 1, "top_p": 1, "top_k": -1}
 LEARNING_RATES = (1e-7, 1e-2)  # of LoRA on language models; the embedded model takes far larger ones
 LARGEST_GAP = 0.05  # of a completion's logprobs; sampler and trainer in bfloat16 differ by about 0.01
 PATIENCE = 3  # cycles in a row without a gradient signal
@@ -34,16 +35,16 @@ class Warnings:
 
     def sampling(self, requests: Sequence[Payload], loss_function: str) -> None:
         """An importance ratio takes for granted that the tokens were drawn from the policy itself."""
-        for request in requests if loss_function in RATIO_LOSSES else ():
-            params = request["sampling_params"]
-            for name, neutral in (("temperature", 1), ("top_p", 1), ("top_k", -1)):
-                if params.get(name, neutral) != neutral:
-                    self.once(
-                        "sampling",
-                        f"a request samples with {name} {params[name]}, but {loss_function} takes the ratio to the "
-                        "untempered, untruncated policy, from which the tokens were not drawn: the gradient is "
-                        f"biased. Set {name} to {neutral} in --sample-json",
-                    )
+        for params in [request["sampling_params"] for request in requests] if loss_function in RATIO_LOSSES else []:
+            other = {name: value for name, value in NEUTRAL.items() if params.get(name, value) != value}
+            if other:
+                self.once(
+                    "sampling",
+                    f"a request samples with {' and '.join(f'{name} {params[name]}' for name in other)}, but "
+                    f"{loss_function} takes the ratio to the untempered, untruncated policy, from which the tokens "
+                    "were not drawn: the gradient is biased. Set "
+                    f"{' and '.join(f'{name} to {value}' for name, value in other.items())} in --sample-json",
+                )
 
     def completions(self, metrics: Mapping[str, Any], cycle: int) -> None:
         if metrics["completions/truncated_frac"] == 1:

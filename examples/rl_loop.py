@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from loop_build import BATCH_NAME, Built, UserLoss, build, load_build_loss
-from loop_data import Batches, drawn_seed, requests_of
-from loop_history import LAST, MetricsFile, Start, find_start, recorded_config, require_same_data
+from loop_data import Batches, fingerprint, requests_of
+from loop_history import LAST, MetricsFile, Start, changed_options, find_start, recorded_configs, require_same
 from loop_metrics import Metrics, Stopwatch, largest_gap, loss_metrics, rate_and_time_left, sample_metrics, user_metrics
 from loop_support import (
     Payload,
@@ -33,6 +33,7 @@ from loop_support import (
     open_run,
     place_to_train,
     run_loop,
+    saved_state,
     say,
     train_on,
 )
@@ -49,11 +50,11 @@ class Plan:
 
     optimizer: Payload
     loss: UserLoss
+    loss_function: str | None  # what the user's module says that it uses
     operations: list[str]  # those that Whitney's page names, and those that the user's module says it needs
     requests: list[Payload]
     start: Start
-    batches: Batches
-    seed_was_drawn: bool
+    changed: str = ""  # what trains otherwise than before, where a run is resumed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -119,9 +120,9 @@ def check_options(options: argparse.Namespace, plan: Plan) -> str:
 
 def find_build_loss(options: argparse.Namespace, plan: Plan) -> str:
     plan.loss = load_build_loss(options.build_loss, options.provider)
-    plan.operations = [*NEEDED_OPERATIONS, *plan.loss.operations]
+    plan.operations = [*NEEDED_OPERATIONS, *plan.loss.operations, *(["save_state"] if options.save_every else [])]
     found = options.build_loss + (f", with a {BATCH_NAME}" if plan.loss.build_batch_loss else "")
-    loss = plan.loss.loss_function
+    loss = plan.loss_function = plan.loss.loss_function
     table = (
         f"{options.provider} has its loss {loss}" if loss else "no LOSS_FUNCTION in it: its loss is judged as it comes"
     )
@@ -138,22 +139,23 @@ def read_requests(options: argparse.Namespace, plan: Plan) -> str:
 
 
 def settle_start(options: argparse.Namespace, plan: Plan) -> str:
+    path = options.metrics
     try:
-        if options.metrics and (options.metrics.is_dir() or not options.metrics.absolute().parent.is_dir()):
-            raise ValueError(f"--metrics {options.metrics}: not a file in a folder that exists")
-        plan.start = find_start(options.metrics, options.resume_from, options.first_cycle)
-        if options.seed is None and plan.start.kept_bytes:
-            options.seed = recorded_config(options.metrics).get("seed")
-        plan.seed_was_drawn = options.seed is None
-        options.seed = drawn_seed() if options.seed is None else options.seed
-        plan.batches = Batches(plan.requests, options.batch_size, options.seed)
+        if path and not (path.is_file() if path.exists() else path.absolute().parent.is_dir()):
+            raise ValueError(f"--metrics {path}: not a file in a folder that exists")
+        plan.start = find_start(path, options.resume_from, options.first_cycle)
         if plan.start.kept_bytes:
-            data = plan.batches.fingerprint()
-            require_same_data(options.metrics, seed=options.seed, batch_size=options.batch_size, requests_sha256=data)
+            if options.seed is None:
+                options.seed = recorded_configs(path)[0].get("seed")
+            require_same(path, configuration(options, plan))
+            plan.changed = changed_options(path, configuration(options, plan))
+        elif plan.start.first_cycle and options.seed is None:
+            raise ValueError("--first-cycle: give the --seed of that run too, by which its data are ordered")
     except (OSError, ValueError) as error:
         raise UsageError(f"{error}") from None
     state = f"from state {plan.start.state_id}" if plan.start.state_id else "a new run"
-    return f"{state}, first cycle {plan.start.first_cycle}, metrics to {options.metrics or 'no file'}"
+    state += f" with {plan.changed}" if plan.changed else ""
+    return f"{state}, first cycle {plan.start.first_cycle}, metrics to {path or 'no file'}"
 
 
 PREPARATION: tuple[tuple[str, Callable[[argparse.Namespace, Plan], str]], ...] = (
@@ -167,28 +169,35 @@ PREPARATION: tuple[tuple[str, Callable[[argparse.Namespace, Plan], str]], ...] =
 def dry_run(options: argparse.Namespace, plan: Plan) -> int:
     """Say what was checked, a line each; 2 where something does not hold."""
     failed = False
-    plan.requests, plan.operations = [], [*NEEDED_OPERATIONS]  # where they are wrong, the rest is checked still
+    # Where they are wrong, the rest is checked still.
+    plan.requests, plan.operations, plan.optimizer, plan.loss_function = [], [*NEEDED_OPERATIONS], {}, None
     for name, check in (*PREPARATION, ("service, key and capabilities", ask_service)):
         try:
-            print(redacted(f"ok      {name}: {check(options, plan)}"), flush=True)
+            tell(f"ok      {name}: {check(options, plan)}")
         except (UsageError, WhitneyError) as error:
             failed = True
-            print(redacted(f"FAILED  {name}: {error}"), flush=True)
+            tell(f"FAILED  {name}: {error}")
     say("dry run: no session was created")
     return 2 if failed else 0
 
 
+def tell(line: str) -> None:
+    """On stdout, whatever its encoding can not hold."""
+    print(redacted(line).encode(errors="backslashreplace").decode(), flush=True)
+
+
 def ask_service(options: argparse.Namespace, plan: Plan) -> str:
     with place_to_train(options) as place:
+        warn_beforehand(options, plan, place, Warnings({}))
         operations = plan.operations
         place.client.require_operations(options.provider, operations)
-        return f"{place.client.base_url} takes the key and offers {', '.join(operations)} for {options.provider}"
+        return f"takes the key and offers {', '.join(operations)} for {options.provider}: {place.name}"
 
 
 def configuration(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     """What the metrics file begins with: all options, and the data set. The key is none of them."""
     chosen = {name: value for name, value in vars(options).items() if name != "dry_run"}
-    data = {"requests": len(plan.requests), "requests_sha256": plan.batches.fingerprint()}
+    data = {"requests": len(plan.requests), "requests_sha256": fingerprint(plan.requests)}
     return chosen | {"optimizer": plan.optimizer, **data, "whitney_loop": __version__}
 
 
@@ -197,11 +206,11 @@ def configuration(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
 
 def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Plan) -> int:
     first, end = plan.start.first_cycle, plan.start.first_cycle + options.cycles
-    summary |= {"seed": options.seed, "next_cycle": None}
-    summary |= {"cycles_done": 0, "cycles_skipped": 0, "tokens_sampled": 0, "tokens_trained": 0}
+    summary |= {"next_cycle": None, "cycles_done": 0, "cycles_skipped": 0, "tokens_sampled": 0, "tokens_trained": 0}
     warnings = Warnings(summary)
     say_what_is_special(options, plan)
-    warnings.learning_rate(options.learning_rate, embedded=place.embedded)
+    warn_beforehand(options, plan, place, warnings)
+    batches = Batches(plan.requests, options.batch_size, options.seed)
     with opened_metrics(options, plan) as metrics:
         try:
             save = functools.partial(note_state, next_cycle=end, summary=summary, metrics=metrics)
@@ -209,18 +218,20 @@ def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Pla
                 began = {"first_cycle": first, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
                 where = {name: summary[name] for name in ("where", "base_url", "session_id", "run_id")}
                 metrics.begin(configuration(options, plan) | where | began)
-                run_cycles(range(first, end), ctx, plan, options, summary, warnings, metrics)
+                run_cycles(range(first, end), batches, ctx, plan, options, summary, warnings, metrics)
         except BaseException:
             say_how_to_go_on(options, summary, end)
             raise
     if not summary["cycles_done"]:
-        say("error: every cycle was skipped: no build_loss found a gradient signal")
+        summary["error"] = "every cycle was skipped: no build_loss found a gradient signal"
+        say(f"error: {summary['error']}")
         return 1
     return 0
 
 
 def run_cycles(
     cycles: range,
+    batches: Batches,
     ctx: LoopContext,
     plan: Plan,
     options: argparse.Namespace,
@@ -230,7 +241,7 @@ def run_cycles(
 ) -> None:
     started = time.monotonic()
     for done, cycle in enumerate(cycles, start=1):
-        record, line = train_one_cycle(cycle, ctx, plan, options, summary, warnings)
+        record, line = train_one_cycle(cycle, batches.of_cycle(cycle), ctx, plan, options, summary, warnings)
         metrics.write(record)
         if sys.stderr.isatty():
             line += "  " + rate_and_time_left(time.monotonic() - started, done, len(cycles) - done)
@@ -252,36 +263,50 @@ def opened_metrics(options: argparse.Namespace, plan: Plan) -> MetricsFile:
 
 def say_what_is_special(options: argparse.Namespace, plan: Plan) -> None:
     start = plan.start
-    if plan.seed_was_drawn:
-        say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
     if plan.loss.build_batch_loss is not None:
         say(f"{BATCH_NAME} of {options.build_loss.partition(':')[0]} is called once a cycle, for all requests")
     if start.state_id:
         say(f"resuming from {start.state_id} at cycle {start.first_cycle}")
-    if start.superseded.strip():
+    if plan.changed:
+        say(f"from here on with other options than before: {plan.changed}")
+    if start.superseded:
         say(f"what {options.metrics} holds after that state is moved to {options.metrics}.superseded")
+
+
+def warn_beforehand(options: argparse.Namespace, plan: Plan, place: Place, warnings: Warnings) -> None:
+    """Of what can be known before a session exists."""
+    warnings.learning_rate(options.learning_rate, embedded=place.embedded)
+    if plan.loss_function:
+        warnings.sampling(plan.requests, plan.loss_function)
 
 
 def say_how_to_go_on(options: argparse.Namespace, summary: Summary, end: int) -> None:
     state_id, cycle = summary.get("state_id"), summary.get("next_cycle")
     if state_id and cycle is not None and cycle < end:
-        first = "" if options.metrics else f" --first-cycle {cycle}"
-        say(f"to go on at cycle {cycle}, the same command with: --resume-from {state_id}{first} --cycles {end - cycle}")
+        known = "" if options.metrics else f" --first-cycle {cycle} --seed {options.seed}"
+        say(f"to go on at cycle {cycle}, the same command with: --resume-from {state_id}{known} --cycles {end - cycle}")
+    elif summary["session_id"] and not state_id:
+        say("no state was saved, so there is none to go on from (--save-every N saves them on the way)")
 
 
 def note_state(ctx: LoopContext, next_cycle: int, summary: Summary, metrics: MetricsFile) -> None:
     """Save, and name the state where it can be found only once the service has confirmed it, and then at once."""
-    state_id = ctx.client.run_operation(ctx.run_id, "save_state", {}).get("state_id")
+    state_id = saved_state(ctx)
     summary |= {"state_id": state_id, "next_cycle": next_cycle}
     metrics.state(state_id, next_cycle)
 
 
 def train_one_cycle(
-    cycle: int, ctx: LoopContext, plan: Plan, options: argparse.Namespace, summary: Summary, warnings: Warnings
+    cycle: int,
+    requests: list[Payload],
+    ctx: LoopContext,
+    plan: Plan,
+    options: argparse.Namespace,
+    summary: Summary,
+    warnings: Warnings,
 ) -> tuple[Metrics, str]:
     """One cycle; its metrics, and its line of progress."""
     clock = Stopwatch()
-    requests = plan.batches.of_cycle(cycle)
     saved = ctx.client.run_operation(ctx.run_id, "save_weights_for_sampler", {})
     ctx.sampler_id = result_sampler_id(saved)
     samples = sample_all(ctx, requests)
@@ -301,7 +326,7 @@ def train_one_cycle(
     if built.payload is not None:
         warnings.sampling(requests, built.payload["loss_function"])
     warnings.completions(of_samples, cycle)
-    warnings.signal(bool(skipped), of_user.get("reward/mean"))
+    warnings.signal(bool(skipped), of_user.get("reward/mean", of_user.get("reward")))
     # The head twice: it comes first, and a name that build_loss gave to something else does not replace it.
     record = head | of_user | head | trained | of_samples | clock.laps | {"time/total": clock.total()} | skipped
     return record, progress_line(head, of_user, trained, built, of_samples["completions/tokens"], clock.total())
@@ -339,7 +364,7 @@ def progress_line(head: Metrics, of_user: Metrics, trained: Metrics, built: Buil
     shown = {name: value for name, value in of_user.items() if not name.endswith("/std")}
     loss = {"loss": trained.get("loss/sum"), "clip_frac": trained.get("clip_frac")}
     told = formatted({name: value for name, value in loss.items() if value is not None})
-    result = f"skipped: {built.reason}" if built.payload is None else told
+    result = f"skipped: {' '.join(built.reason.split())}" if built.payload is None else told
     parts = [formatted(head), formatted(shown), result, f"tokens {tokens}", f"{seconds:.2f} s"]
     return "  ".join(filter(None, parts))
 

@@ -33,6 +33,7 @@ from loop_support import (
     train_on,
     trained_tokens,
 )
+from loop_warnings import Warnings
 from whitney_loop import Datum, LoopContext, check_payload, forward_backward_payload, sft_datum
 
 EXAMPLE_DATA = Path(__file__).with_name("sft_train.jsonl")
@@ -115,6 +116,7 @@ def train(
     optimizer: Payload,
 ) -> int:
     summary |= {"steps": 0, "tokens_trained": 0, "eval_loss_before": None, "eval_loss_after": None}
+    Warnings(summary).learning_rate(options.learning_rate, embedded=place.embedded)
     needed = ["forward_backward", "optim_step", *(["forward"] if eval_data else [])]
     with open_run(options, place, summary, needed) as ctx:
         summary["eval_loss_before"] = evaluate(ctx, eval_data, options.batch_size, "before")

@@ -191,6 +191,15 @@ def test_a_trajectory_that_is_none_is_refused_with_the_span():
         trajectory_datum([([1], None), ([2, 3], [-1.0])], 1.0)
     with pytest.raises(ValueError, match=r"spans\[1\].tokens\[0\] is -1"):
         trajectory_datum([([1], None), ([-1], [-1.0])], 1.0)
+    for spans, found in (
+        (None, "spans is None"),
+        ([([1, 2],)], r"spans\[0\] is"),
+        ([[1, 2, 3], [3]], r"spans\[0\] is"),
+    ):
+        with pytest.raises(ValueError, match=found):
+            trajectory_datum(spans, 1.0)
+    with pytest.raises(ValueError, match="one token in all"):
+        trajectory_datum([([1], None), ([], [])], 1.0)
     with pytest.raises(ValueError, match="advantage has 1 entries.*2 sampled tokens"):
         trajectory_datum([([1], None), ([2, 3], [-1.0, -1.0])], [1.0])
 

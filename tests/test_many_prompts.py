@@ -106,6 +106,8 @@ def test_a_data_set_is_an_array_or_a_jsonl_of_requests(form, tmp_path):
     text = {"array": json.dumps(REQUESTS), "spread array": json.dumps(REQUESTS, indent=2)}.get(form, lines)
     path.write_text(text)
     assert loop_data.read_requests(path) == REQUESTS
+    path.write_text(text, encoding="utf-8-sig")  # as some editors write it
+    assert loop_data.read_requests(path) == REQUESTS
 
 
 def test_a_single_object_may_be_spread_over_lines(tmp_path):
@@ -128,10 +130,12 @@ GOOD = json.dumps(REQUESTS[0])
         ("d.jsonl", "\n", "d.jsonl: holds no request"),
         ("d.jsonl", GOOD.replace("116", '"t"'), "d.jsonl:1: prompt.token_ids[0] is 't'"),
         ("d.jsonl", f"{GOOD}\n" + "[" * 200_000, "d.jsonl:2: "),
+        ("d.json", '["What is 7 * 6?"]', "d.json, entry 0 of the array (the first is 0): request is 'What is 7 * 6?'"),
+        ("d.jsonl", f"{GOOD}\n".encode() + b'{"prompt": "\xff"}', "d.jsonl:2: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_what_is_bad_in_a_data_set_is_named_by_file_and_line_before_anything_is_created(name, text, message, folder):
-    (folder / name).write_text(text)
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with ScriptedServer() as server:
         env = environment(WHITNEY_BASE_URL=server.base_url, WHITNEY_API_KEY="k")
         done = loop(folder, "--build-loss", GRPO, "--model", "byte-lm", "--sample-json", name, env=env)
@@ -264,11 +268,11 @@ def test_results_of_parts_are_put_together():
     part = {"data": [{"loss_inputs": {"weights": {"values": [0.0, 1.0]}}}]}
     other = {"data": [{"loss_inputs": {"weights": {"values": [1.0, 1.0, 1.0]}}}]}
     results = [
-        {"loss": 1.0, "metrics": {"loss:sum": 1.0, "clip_frac": 0.0, "note": "x"}, "outputs": ["a"]},
-        {"loss": 2.0, "metrics": {"loss:sum": 2.0, "clip_frac": 1.0, "note": "y"}, "outputs": ["b"]},
+        {"loss": 1.0, "metrics": {"loss:sum": 1.0, "clip_frac": 0.0, "r:max": 2, "note": "x"}, "outputs": ["a"]},
+        {"loss": 2.0, "metrics": {"loss:sum": 2.0, "clip_frac": 1.0, "r:max": 4, "note": "y"}, "outputs": ["b"]},
     ]
     merged = loop_support.merged_results(results, [part, other])
-    assert merged == {"loss": 3.0, "metrics": {"loss:sum": 3.0, "clip_frac": 0.75}, "outputs": ["a", "b"]}
+    assert merged == {"loss": 3.0, "metrics": {"loss:sum": 3.0, "clip_frac": 0.75, "r:max": 4}, "outputs": ["a", "b"]}
     assert loop_support.merged_results([{}, {}], [part, other]) == {"metrics": {}}
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ import plot_metrics
 PROMPTS = ["the ", "she ", "they ", "one "]
 MINE = """
 from grpo_build_loss import build_loss as grpo
-from whitney_loop import NoGradientSignal
+from whitney_loop import NoGradientSignal, forward_backward_payload, rl_datum
 
 def tells(sample, cycle, request, ctx):
     ctx.metrics |= {"odd": float("nan"), "object": object(), "cycle": 99, "prompt": request["prompt"]["token_ids"][0]}
@@ -44,6 +45,14 @@ def shifted(sample, cycle, request, ctx):
         values = datum["loss_inputs"]["logprobs"]["values"]
         values[:] = [0.0, *values[:-1]]
     return payload
+
+def flat(sample, cycle, request, ctx):
+    ctx.metrics["reward"] = 1.0
+    payload = forward_backward_payload([rl_datum([1], [2], [-1.0], 0.0)], "ppo")
+    return payload
+
+def skips_in_lines(sample, cycle, request, ctx):
+    raise NoGradientSignal("one\\ntwo")
 
 def skips(sample, cycle, request, ctx):
     ctx.metrics["reward"] = [0.25, 0.25]
@@ -69,14 +78,15 @@ def lines_of(path):
 # The numbers
 
 
-def policy_payload(loss="ppo", config=None, **clip):
+def policy_payload(loss="ppo", config=None, sign=1.0, **clip):
     data = [
-        rl_datum([7, 8], [1, 2], [-1.0, -2.0], 1.0, **clip),
-        rl_datum([7, 8], [3], [-0.5], -1.0, **clip),
+        rl_datum([7, 8], [1, 2], [-1.0, -2.0], sign, **clip),
+        rl_datum([7, 8], [3], [-0.5], -sign, **clip),
     ]
     return forward_backward_payload(data, loss, {} if config is None else config)
 
 
+RANGE = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 OUTPUTS = [{"logprobs": [-9.0, -1.0 + math.log(2), -2.0]}, {"logprobs": [-9.0, -0.5 - math.log(2)]}]
 
 
@@ -99,14 +109,19 @@ def test_ratio_metrics_are_their_formulas():
 @pytest.mark.parametrize(
     ("payload", "expected"),
     [
-        (policy_payload(config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}), 2 / 3),
+        (policy_payload(config=RANGE), 2 / 3),
         (policy_payload(config={"clip_low_threshold": 0.4, "clip_high_threshold": 1.2}), 1 / 3),
         (policy_payload(clip_low=0.4, clip_high=3.0), 0.0),
+        (policy_payload(config=RANGE, sign=-1.0), 0.0),  # further than the range, but the way back is not clipped
+        (policy_payload("cispo", RANGE, sign=-1.0), 2 / 3),
+        (policy_payload("gspo", RANGE), 1.0),  # of sequences: √2 with A > 0, and 1/2 with A < 0
+        (policy_payload("dppo", {"delta_low": 0.2, "delta_high": 0.2}), 2 / 3),
+        (policy_payload("importance_sampling"), None),
         (policy_payload(), None),
-        (policy_payload("gspo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}), None),
+        (policy_payload("dppo", {"delta_low": 0.2}), None),
     ],
 )
-def test_the_clipped_share_is_the_providers_or_that_of_ratios_outside_the_range(payload, expected):
+def test_the_clipped_share_is_the_providers_or_that_of_tokens_whose_clipped_branch_is_taken(payload, expected):
     assert loop_metrics.loss_metrics(payload, {"outputs": OUTPUTS}).get("clip_frac") == expected
     assert loop_metrics.loss_metrics(payload, {"outputs": OUTPUTS, "metrics": {"clip_frac": 0.25}})["clip_frac"] == 0.25
 
@@ -123,7 +138,7 @@ def test_the_clipped_share_is_the_providers_or_that_of_ratios_outside_the_range(
     ],
 )
 def test_a_service_that_gives_no_usable_outputs_leaves_metrics_out(result):
-    payload = policy_payload(config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+    payload = policy_payload(config=RANGE)
     assert loop_metrics.loss_metrics(payload, result) == {}
     assert loop_metrics.largest_gap(payload, result) is None
 
@@ -143,6 +158,7 @@ def test_what_groups_left_in_metrics_becomes_one():
         "n": 1.5, "text": "b", "alone": 5,
     }  # fmt: skip
     assert loop_metrics.user_metrics([]) == {}
+    assert loop_metrics.user_metrics([{16: 0.5}, {16: 1.5}]) == {"16": 1.0}
     assert loop_metrics.user_metrics([{"reward": []}]) == {"reward": []}
 
 
@@ -200,6 +216,31 @@ def test_a_cycle_that_is_skipped_has_its_line_and_the_share_of_uniform_groups_is
     assert "loss/sum" not in cycle
 
 
+def test_a_group_whose_payload_has_no_gradient_is_left_out_though_build_loss_did_not_say_so(folder):
+    done = loop(folder, "--build-loss", "mine:flat", *BATCH, "--cycles", "4", "--metrics", "m.jsonl")
+    [_, *cycles, _] = lines_of(folder / "m.jsonl")
+    assert [cycle["groups/uniform_frac"] for cycle in cycles] == [1.0] * 4
+    assert done.returncode == 1 and "every advantage is 0" in cycles[0]["skipped"]
+    summary = summary_of(done)
+    assert "forward_backward" not in summary["operations"] and "(mean reward: 1)" in done.stderr
+    assert summary["error"].startswith("every cycle was skipped")
+
+
+def test_a_reason_of_several_lines_stays_on_the_line_of_its_cycle(folder):
+    done = loop(folder, "--build-loss", "mine:skips_in_lines", *BATCH[:-1], "1", "--cycles", "1")
+    assert any(re.search("^cycle 0 .* skipped: one two ", line) for line in done.stderr.splitlines())
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the platform has no file that is always full")
+def test_a_disk_that_is_full_ends_the_run_with_the_files_name():
+    with pytest.raises(ValueError, match="--metrics /dev/full can not be written: No space left"):
+        with loop_history.MetricsFile(FULL, loop_history.Start()) as metrics:
+            metrics.write({"cycle": 0})
+
+
 def test_the_key_is_nowhere_in_the_file(folder):
     with serve(folder / "storage") as service:
         arguments = ("--build-loss", GRPO, "--model", "byte-lm", *BATCH, "--metrics", "m.jsonl")
@@ -211,13 +252,17 @@ def test_the_key_is_nowhere_in_the_file(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--metrics", "old.jsonl"), "--metrics old.jsonl exists: give another name, or --resume-from last"),
+        (("--metrics", "old.jsonl"), "old.jsonl exists: give another name, or remove it: no state was saved in it"),
+        (("--metrics", "saved.jsonl"), "--metrics saved.jsonl exists: give another name, or --resume-from last"),
+        (("--metrics", "pipe"), "not a file in a folder that exists"),
         (("--metrics", "nowhere/m.jsonl"), "not a file in a folder that exists"),
         (("--metrics", "."), "not a file in a folder that exists"),
     ],
 )
 def test_a_metrics_file_that_can_not_be_written_is_refused_before_anything_is_created(folder, arguments, message):
     (folder / "old.jsonl").write_text('{"cycle": 0}\n')
+    (folder / "saved.jsonl").write_text('{"state_id": "state-1", "next_cycle": 1}\n')
+    os.mkfifo(folder / "pipe")
     done = loop(folder, "--build-loss", GRPO, *arguments)
     assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and done.stderr.count("\n") == 1
     assert not (folder / ".whitney_local").exists()
@@ -437,6 +482,30 @@ def test_what_can_not_be_plotted_is_said(content, message, tmp_path, capsys):
 
 def warnings_of(done):
     return [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize("warn", [
+    lambda w: w.learning_rate(1e-7, embedded=False) or w.learning_rate(1e-2, embedded=False),
+    lambda w: w.gap(0.05, 0) or w.gap(None, 0),
+    lambda w: w.completions({"completions/truncated_frac": 0.99}, 0),
+    lambda w: w.sampling([sample_request([1], num_samples=1, max_tokens=1, temperature=0.5)], "cross_entropy"),
+    lambda w: w.sampling([sample_request([1], num_samples=1, max_tokens=1)], "ppo"),
+])  # fmt: skip
+def test_what_is_just_within_its_bounds_is_not_warned_of(warn, capsys):
+    warn(loop_warnings.Warnings({}))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("warn", "said"), [
+    (lambda w: w.learning_rate(0.99e-7, embedded=False), "--learning-rate 9.9e-08"),
+    (lambda w: w.learning_rate(1.01e-2, embedded=False), "--learning-rate 0.0101"),
+    (lambda w: w.gap(0.051, 3), "in cycle 3"),
+    (lambda w: w.sampling([sample_request([1], num_samples=1, max_tokens=1, temperature=0.5, top_p=0.9)], "dro"),
+     "Set temperature to 1 and top_p to 1"),
+])  # fmt: skip
+def test_what_is_just_out_of_its_bounds_is_warned_of(warn, said, capsys):
+    warn(loop_warnings.Warnings({}))
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_p", 0.9), ("top_k", 20)])

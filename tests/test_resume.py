@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,9 @@ def waits(sample, cycle, request, ctx):
         print("waiting in cycle 5", file=sys.stderr, flush=True)
         time.sleep(60)
     return grpo(sample, cycle, request, ctx)
+
+def fails(sample, cycle, request, ctx):
+    raise LookupError("as it was told")
 
 def keeps(sample, cycle, request, ctx):
     ctx.state["reference"] = ctx.sampler_id
@@ -104,6 +108,9 @@ def test_a_run_that_was_stopped_goes_on_at_the_cycle_after_its_last_state(folder
         for line in process.stderr:
             said += line
             if "waiting in cycle 5" in line:
+                assert [entry["cycle"] for entry in cycles_of(folder / "m.jsonl")] == [0, 1, 2, 3, 4]  # flushed
+                other = loop(folder, "--build-loss", GRPO, *COMMON, "--metrics", "m.jsonl", "--resume-from", "last")
+                assert other.returncode == 2 and "--metrics m.jsonl: another loop is writing it" in other.stderr
                 process.send_signal(signal.SIGINT)
                 break
         stdout, stderr = process.communicate(timeout=60)
@@ -120,6 +127,48 @@ def test_a_run_that_was_stopped_goes_on_at_the_cycle_after_its_last_state(folder
     assert without_times(cycles_of(folder / "m.jsonl")) == without_times(cycles_of(folder / "whole.jsonl"))
     assert "is moved to m.jsonl.superseded" in done.stderr
     assert (folder / "m.jsonl.superseded").read_text().count('"cycle": ') == 2
+
+
+def test_the_way_to_go_on_that_is_printed_is_enough_without_a_metrics_file_or_a_seed(folder):
+    command = [sys.executable, str(LOOP), "--build-loss", "mine:waits", *COMMON, "--cycles", "7", "--save-every", "2"]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        said = "".join(iter(process.stderr.readline, "waiting in cycle 5\n"))
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    (folder / "go on").touch()
+    [seed] = re.findall(r"seed (\d+) was drawn", said)
+    [options] = re.findall(r"the same command with: (.*)\n", stderr)
+    _, whole = run(folder, "--seed", seed, "--cycles", "7")
+    _, resumed = run(folder, *options.split())
+    assert adapter_of(resumed) == adapter_of(whole)
+
+
+def test_where_no_state_was_saved_nothing_to_go_on_from_is_promised(folder):
+    done = loop(folder, "--build-loss", "mine:fails", *COMMON, "--metrics", "m.jsonl")
+    assert done.returncode == 1 and "no state was saved, so there is none to go on from" in done.stderr
+
+
+def test_what_trains_otherwise_after_a_resume_is_said(folder):
+    run(folder, "--seed", "1", "--metrics", "m.jsonl")
+    other = ("--learning-rate", "0.01", "--updates", "2")
+    done, _ = run(folder, "--metrics", "m.jsonl", "--resume-from", "last", *other)
+    assert "with other options than before: --learning-rate 0.1 → 0.01, --updates 1 → 2\n" in done.stderr
+    done, _ = run(folder, "--metrics", "m.jsonl", "--resume-from", "last", *other)
+    assert "with other options" not in done.stderr
+
+
+def test_a_service_that_names_no_state_is_said(folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(LOOP.parent))
+    import loop_support
+
+    class Client:
+        def run_operation(self, run_id, kind, payload):
+            return {}
+
+    assert loop_support.saved_state(SimpleNamespace(client=Client(), run_id="r")) is None
+    assert "warning: save_state gave no state_id" in capsys.readouterr().err
 
 
 def test_a_state_may_start_a_training_of_its_own(folder):
@@ -145,7 +194,10 @@ def test_what_a_build_loss_kept_is_said_not_to_come_back(folder):
         (("--first-cycle", "2"), "--first-cycle belongs to --resume-from"),
         (("--resume-from", "s", "--first-cycle", "-1"), "--first-cycle is -1"),
         (("--resume-from", "state-0", "--metrics", "m.jsonl"), "m.jsonl holds no such state"),
-        (("--resume-from", "last", "--metrics", "none.jsonl"), "none.jsonl holds no such state"),
+        (("--resume-from", "last", "--metrics", "none.jsonl"), "no state was saved in none.jsonl; remove it"),
+        (("--resume-from", "s", "--first-cycle", "2"), "--first-cycle: give the --seed of that run too"),
+        (("--resume-from", "last", "--metrics", "m.jsonl", "--lora-rank", "8"), "--lora-rank is 8, but 4 in the run"),
+        (("--resume-from", "last", "--metrics", "m.jsonl", "--model", "m"), "--model is m, but byte-lm in the run"),
         (("--resume-from", "last", "--metrics", "m.jsonl", "--first-cycle", "3"), "the next cycle is 2: leave it out"),
         (("--resume-from", "last", "--metrics", "m.jsonl", "--seed", "2"), "--seed is 2, but 1 in the run"),
         (("--resume-from", "last", "--metrics", "m.jsonl", "--batch-size", "2"), "--batch-size is 2, but 3 in the run"),
@@ -198,6 +250,31 @@ def test_a_dry_run_asks_for_capabilities_and_nothing_else(folder):
         done = loop(folder, "--dry-run", "--build-loss", GRPO, *REMOTE, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [(request.method, request.path) for request in server.requests] == [("GET", "/v1/training/capabilities")]
+
+
+def test_a_dry_run_warns_of_what_can_be_known_beforehand(folder):
+    request = sample_request(b"the ", num_samples=4, max_tokens=6, temperature=0.7)
+    (folder / "r.json").write_text(json.dumps(request))
+    with serve(folder / "storage") as service:
+        arguments = ("--dry-run", "--build-loss", GRPO, *REMOTE, "--sample-json", "r.json", "--learning-rate", "0.1")
+        done = loop(folder, *arguments, env=elsewhere(service))
+    assert done.returncode == 0 and done.stderr.count("warning: ") == 2
+    assert "a request samples with temperature 0.7" in done.stderr and "--learning-rate 0.1 is outside" in done.stderr
+
+
+def test_a_dry_run_asks_for_save_state_where_it_is_to_be_used_on_the_way(folder):
+    offer = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
+    with ScriptedServer(reply({"providers": {"modal": offer}})) as server:
+        env = environment(WHITNEY_BASE_URL=server.base_url, WHITNEY_API_KEY="k")
+        done = loop(folder, "--dry-run", "--build-loss", GRPO, *REMOTE, "--save-every", "2", env=env)
+    assert done.returncode == 2 and "does not offer save_state for modal" in done.stdout
+
+
+def test_a_dry_run_can_show_what_the_terminals_encoding_can_not(folder):
+    (folder / "odd.jsonl").write_text('{"prompt": {"token_ids": [1]}, "\\ud800": 1}\n')
+    done = loop(folder, "--dry-run", "--build-loss", GRPO, "--sample-json", "odd.jsonl")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "FAILED  sample requests" in done.stdout
+    assert list(checks_of(done)) == NAMES
 
 
 def test_a_dry_run_tells_everything_that_is_wrong_at_once(folder):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loop_process import GRPO, LOOP, REMOTE, ROOT, adapter_of, elsewhere, environment, loop, summary_of
-from scripted_server import ScriptedServer, reply
+from scripted_server import ScriptedServer, operation, reply, run
 from whitney_loop import WhitneyClient
 from whitney_loop.local import serve
 
@@ -385,6 +385,19 @@ def test_operations_that_a_module_needs_are_asked_for_before_a_session_exists(fo
         done = loop(folder, "--build-loss", "needy:build_loss", *REMOTE, env=env)
     assert done.returncode == 1 and "does not offer teleport for modal" in done.stderr
     assert [request.method for request in server.requests] == ["GET"]
+
+
+def test_a_sample_that_can_not_be_trained_on_ends_the_run_before_build_loss_sees_it(folder):
+    offer = reply({"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]})
+    saved = operation(kind="save_weights_for_sampler", result={"sampler_id": "smp-1", "version": 0})
+    sampled = operation(kind="sample", seq_id=2, result={"sequences": [{"tokens": [1, 2], "logprobs": [-1.0]}]})
+    script = [offer, reply({"session_id": "ses-1"}), run(), run(), run(), saved, sampled]
+    script += [run("cancelling"), run("cancelled"), reply({"session_id": "ses-1", "status": "closed"})]
+    with ScriptedServer(*script) as server:
+        env = environment(WHITNEY_BASE_URL=server.base_url, WHITNEY_API_KEY="k")
+        done = loop(folder, "--build-loss", "mydro:build_loss", *REMOTE, "--provider", "tinker", env=env)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "sequences[0]" in done.stderr.splitlines()[-1] and "logprobs" in done.stderr.splitlines()[-1]
 
 
 def test_a_key_that_is_refused_is_one_line(folder, service):

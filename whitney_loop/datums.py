@@ -89,10 +89,14 @@ def trajectory_datum(
     ``advantage`` is one number, or one per sampled token of all spans together. Raises what ``rl_datum`` raises.
     """
     read = []
-    for index, (tokens, logprobs) in enumerate(spans):
-        token_ids = _token_ids(tokens, f"spans[{index}].tokens")
+    for index, span in enumerate(_listed(spans, "spans")):
+        if not isinstance(span, (tuple, list)) or len(span) != 2:
+            raise ValueError(
+                f"spans[{index}] is {_show(span)}, expected (tokens, logprobs), logprobs None if not sampled"
+            )
+        token_ids = _token_ids(span[0], f"spans[{index}].tokens")
         where = f"spans[{index}].logprobs"
-        read.append((token_ids, None if logprobs is None else _numbers(logprobs, where, len(token_ids))))
+        read.append((token_ids, None if span[1] is None else _numbers(span[1], where, len(token_ids))))
     if not read or not read[0][0] or read[0][1] is not None:
         raise ValueError("spans[0] must be an observation (logprobs None) of at least one token: the prompt")
     return _policy_datum(read, advantage, clip_low=clip_low, clip_high=clip_high)
@@ -173,7 +177,7 @@ def _policy_datum(
 def _shifted(tokens: list[int], per_token: Mapping[str, list[float]]) -> Datum:
     """The datum of a sequence: inputs are all but the last token, and its numbers stand where a token is the target."""
     if len(tokens) < 2:
-        raise ValueError("prompt_tokens and completion_tokens have one token together; a datum needs at least two")
+        raise ValueError("there is one token in all, prompt and completion together; a datum needs at least two")
     loss_inputs = {"target_tokens": tensor("int64", tokens[1:])}
     loss_inputs |= {name: tensor("float32", numbers[1:]) for name, numbers in per_token.items()}
     return {"input": {"token_ids": tokens[:-1]}, "loss_inputs": loss_inputs}
@@ -240,7 +244,7 @@ def _token_id(value: Any, where: str) -> int:
 def _listed(values: Any, where: str) -> Sequence[Any]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"{where} is {_show(values)}, expected a sequence of numbers")
+        raise ValueError(f"{where} is {_show(values)}, expected a sequence")
     return list(values)
 
 

@@ -1,7 +1,7 @@
 """The JSON primitives of an operation's payload: builders, and the checks that a body must pass before it is sent.
 
 A builder assembles and a ``check_…`` judges. The embedded service refuses with these same checks, so a payload
-that passes here is refused nowhere for its form. Every message starts with the path of what is wrong:
+that passes here is not refused there for its form. Every message starts with the path of what is wrong:
 ``data[3].loss_inputs.logprobs.values[17]``.
 """
 
@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from whitney_loop.losses import require_advertised_loss, require_loss_config
+from whitney_loop.losses import LOSS_CONFIG_KEYS, require_advertised_loss, require_loss_config
 
 _POLICY_INPUTS = frozenset({"target_tokens", "weights", "logprobs", "advantages"})
 
@@ -28,7 +28,6 @@ REQUIRED_LOSS_INPUTS: dict[str, frozenset[str]] = {
 """Loss → the tensors that each datum must have. A ``forward`` of ``ppo_critic`` asks for values, so it needs none."""
 
 _CLIP_TENSORS = frozenset({"clip_low_threshold", "clip_high_threshold"})
-_CLIPPED_BY_TENSORS = frozenset({"ppo", "cispo"})
 _KNOWN_TENSORS = frozenset().union(*REQUIRED_LOSS_INPUTS.values()) | _CLIP_TENSORS
 _DTYPES = {name: "int64" if name == "target_tokens" else "float32" for name in _KNOWN_TENSORS}
 
@@ -211,15 +210,10 @@ def _check_datum(datum: object, where: str, loss_function: str, required: frozen
             f"{inputs} has one of values and returns; a critic's loss needs both, and a forward may have neither"
         )
     for name in sorted(_CLIP_TENSORS & tensors.keys()):
-        if provider == "tinker" and loss_function not in _CLIPPED_BY_TENSORS:
-            raise ValueError(
-                f"{inputs}.{name} would be ignored: {loss_function} does not clip; build the datum without it, or "
-                f"use {' or '.join(sorted(_CLIPPED_BY_TENSORS))}"
-            )
         if provider != "tinker":
+            instead = f" and send loss_config {{{name!r}: …}}" if name in LOSS_CONFIG_KEYS[loss_function] else ""
             raise ValueError(
-                f"{inputs}.{name} is a tensor that only tinker takes; on {provider} send "
-                f"loss_config {{{name!r}: …}} and build the datum without it"
+                f"{inputs}.{name} is a tensor that only tinker takes; on {provider} build the datum without it{instead}"
             )
     for name, value in tensors.items():
         _check_tensor(value, f"{inputs}.{name}", _DTYPES[name], len(token_ids))
@@ -241,7 +235,7 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
         )
     shape = value["shape"]
     if not isinstance(shape, list) or [type(size) for size in shape] != [int] or shape != [length]:
-        raise ValueError(f"{where}.shape is {_show(shape)}, expected [{length}]")
+        raise ValueError(f"{where}.shape is {reprlib.repr(shape)}, expected [{length}]")
     if dtype == "int64":
         _check_token_ids(numbers, f"{where}.values")
         return
@@ -290,7 +284,7 @@ def _require_list(value: object, where: str, what: str) -> list[Any]:
 
 def _require_integer(value: object, where: str, *, low: int, hint: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _INT64_MAX:
-        raise ValueError(f"{where} is {_show(value)}, expected an integer of at least {low}{hint}")
+        raise ValueError(f"{where} is {_show(value)}, expected an integer from {low} to 2^63 − 1{hint}")
 
 
 def _require_number(value: object, where: str, expected: str = "a finite number within float32") -> float:
