@@ -122,10 +122,8 @@ def test_an_unknown_path_is_not_found(served, path):
     assert (status, body["error"]["code"]) == (404, "not_found")
 
 
-@pytest.mark.parametrize(
-    "lines", [[], ["Transfer-Encoding: chunked"], ["Transfer-Encoding: chunked", "Content-Length: 2"]]
-)
-def test_a_body_needs_a_content_length(served, lines):
+@pytest.mark.parametrize("lines", [["Transfer-Encoding: chunked"], ["Transfer-Encoding: chunked", "Content-Length: 2"]])
+def test_a_body_in_chunks_is_refused(served, lines):
     status, _, body = send(served, "POST /v1/training/sessions HTTP/1.1", *lines, body=b"2\r\n{}\r\n0\r\n\r\n")
     assert (status, body["error"]["code"]) == (411, "length_required")
 
@@ -221,11 +219,33 @@ def test_a_bad_wait_is_refused(served, wait):
     assert (status, body["error"]["code"]) == (400, "invalid_request")
 
 
-def test_finish_cancel_and_close_need_no_body(served):
-    run_id = a_run(served)
-    for verb in ("cancel", "cancel"):
-        status, _, body = send(served, f"POST /v1/training/runs/{run_id}/{verb} HTTP/1.1", "Content-Length: 0")
-        assert (status, body["status"]) == (200, "cancelled")
+@pytest.mark.parametrize(("length", "sent"), [([], b""), (["Content-Length: 0"], b""), (["Content-Length: 2"], b"{}")])
+def test_finish_cancel_and_close_need_no_body(served, length, sent):
+    for verb, ended in (("finish", "finished"), ("cancel", "cancelled")):
+        line = f"POST /v1/training/runs/{a_run(served)}/{verb} HTTP/1.1"
+        status, headers, body = send(served, line, *length, body=sent)
+        assert (status, body["status"]) == (200, ended)
+        assert "connection" not in headers  # it is kept
+    session_id = call(served, "POST", "sessions", {"provider": "modal"})["session_id"]
+    status, _, body = send(served, f"POST /v1/training/sessions/{session_id}/close HTTP/1.1", *length, body=sent)
+    assert (status, body["status"]) == (200, "closed")
+
+
+def test_a_post_that_needs_an_object_and_has_no_body_is_invalid_json(served):
+    run = f"runs/{a_run(served)}"
+    for path in ("sessions", "sessions/ses-1/runs", f"{run}/operations", f"{run}/samplers/smp-1/operations"):
+        status, headers, body = send(served, f"POST /v1/training/{path} HTTP/1.1")
+        assert (status, body["error"]["code"]) == (400, "invalid_json")
+        assert "connection" not in headers
+
+
+def test_a_post_without_a_body_is_followed_by_the_next_request(served):
+    head = f"POST /v1/training/runs/{a_run(served)}/cancel HTTP/1.1\r\nAuthorization: Bearer {served.api_key}\r\n\r\n"
+    with socket.create_connection(address(served), timeout=WAIT_S) as connection:
+        connection.sendall(2 * head.encode())
+        connection.shutdown(socket.SHUT_WR)
+        raw = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert re.findall(rb"HTTP/1.1 (\d+) ", raw) == [b"200", b"200"]
 
 
 def test_the_request_id_of_an_error_is_that_of_the_header(served):

@@ -144,9 +144,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         lengths = self.headers.get_all("Content-Length", [])
-        if "Transfer-Encoding" in self.headers or not lengths:
+        if "Transfer-Encoding" in self.headers:
             self._body_is_unread = True  # where it ends is not known: nothing more can be read from here
             raise ServiceError(411, "length_required", "send the body with a Content-Length, not chunked")
+        if not lengths:
+            return b""  # HTTP/1.1: there is no body, and the next request begins here
         if len(lengths) > 1 or not re.fullmatch("[0-9]{1,18}", lengths[0]):
             raise ServiceError(400, "invalid_request", "Content-Length is no count of bytes")
         length = int(lengths[0])
