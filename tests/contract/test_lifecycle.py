@@ -245,8 +245,11 @@ def test_the_same_idempotency_key_gives_the_run_that_was_made_first(api, session
 @pytest.mark.ours
 def test_an_idempotency_key_belongs_to_one_path(api):
     key = fresh_key()
-    runs = [accepted(api.create_run(api.open_session(), headers=key))["run_id"] for _ in range(2)]
+    session_id = api.open_session(**key)
+    runs = [accepted(api.create_run(each, headers=key)).get("run_id") for each in (session_id, api.open_session())]
+    assert None not in runs
     assert runs[0] != runs[1]
+    assert api.open_session(**key) == session_id
 
 
 @pytest.mark.ours
