@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 import uuid
 
@@ -289,6 +290,29 @@ def test_finish_lets_what_was_accepted_end_and_may_be_asked_again(own_run):
 def test_cancel_then_polling_until_terminal_ends_a_run(own_run):
     assert accepted(own_run.ask("cancel"))["status"] in ("cancelling", "cancelled")
     assert own_run.wait_until(lambda status: status in TERMINAL)["status"] == "cancelled"
+
+
+@pytest.fixture
+def without_length(monkeypatch):
+    """An empty body is sent as none at all, as by ``curl -X POST``; urllib would say Content-Length: 0."""
+    putheader = http.client.HTTPConnection.putheader
+
+    def put_unless_empty(connection, header, *values):
+        if (header, values) != ("Content-Length", ("0",)):
+            putheader(connection, header, *values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(http.client.HTTPConnection, "putheader", put_unless_empty)
+        yield
+
+
+@pytest.mark.ours
+@pytest.mark.usefixtures("without_length")
+def test_finish_cancel_and_close_need_no_body(api, session_id, ended_run):
+    for end in ("finish", "cancel"):  # a run that has ended so may be asked again
+        run, _ = ended_run(end)
+        accepted(run.ask(end))
+    accepted(api.close(session_id))
 
 
 @pytest.mark.ours
