@@ -265,6 +265,18 @@ def test_the_newest_16_samplers_and_the_first_are_kept(bench):
         made.post("sample", sampler_id=sampler_ids[-1] + "0")
 
 
+def test_a_sampler_that_never_was_is_not_found_whatever_lies_around_it(bench):
+    made = bench()
+    first = made.do("save_weights_for_sampler")["result"]["sampler_id"]
+    made.do("optim_step")
+    for _ in range(18):
+        made.do("save_weights_for_sampler")
+    with refusal(404, "not_found"):
+        made.post("sample", sampler_id=first[:-1] + "2")
+    with refusal(410, "expired"):
+        made.post("sample", sampler_id=first[:-1] + "3")
+
+
 def test_a_run_that_has_ended_keeps_no_engine_and_no_thread(bench):
     made = bench()
     made.do("save_weights_for_sampler")
