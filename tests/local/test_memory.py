@@ -30,7 +30,7 @@ class Engine:
     def sampler(self):
         return self
 
-    def sample(self, request, seed):
+    def sample(self, request, seed, proceed):
         return [{"tokens": [1], "logprobs": [-1.0], "stop_reason": "x" * 1000}]
 
     def forward_backward(self, payload):

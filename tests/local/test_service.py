@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import math
 import threading
+import time
 import weakref
 
 import pytest
 
+from whitney_loop import transport
 from whitney_loop.local import service as service_module
 from whitney_loop.local.byte_lm import ByteLM
 from whitney_loop.local.engine import EngineError
@@ -99,6 +102,12 @@ FORWARD = {
 }
 ADAMW = {"type": "adamw", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
 SAMPLE = {"prompt": {"token_ids": [97]}, "num_samples": 2, "sampling_params": {"max_tokens": 4}}
+
+
+def sample_of(num_samples, **params):
+    return {"prompt": {"token_ids": [97]}, "num_samples": num_samples, "sampling_params": params}
+
+
 PAYLOADS = {
     "forward": FORWARD,
     "forward_backward": FORWARD,
@@ -180,6 +189,25 @@ def test_cancel_lets_the_running_operation_complete_and_cancels_the_queue(gated)
     gated.engine.gate.release()
     assert gated.wait(gated.first)["status"] == "succeeded"
     assert gated.run()["status"] == "cancelled"
+
+
+MANY_SEQUENCES = sample_of(num_samples=2_000_000, max_tokens=1)
+ONE_LONG_SEQUENCE = sample_of(num_samples=1, max_tokens=4_000_000, temperature=0)  # the likeliest token is no end
+
+
+@pytest.mark.parametrize("payload", [MANY_SEQUENCES, ONE_LONG_SEQUENCE], ids=["many sequences", "a long one"])
+@pytest.mark.parametrize("end", ["cancel_run", "stop"])
+def test_a_sample_that_runs_stops_with_its_run(bench, payload, end):
+    made = bench()
+    sampler_id = made.do("save_weights_for_sampler")["result"]["sampler_id"]
+    sample = made.post("sample", payload, sampler_id)
+    deadline = time.monotonic() + WAIT_S
+    while made.status(sample) == "queued" and time.monotonic() < deadline:
+        time.sleep(0.001)
+    made.service.cancel_run(made.run_id) if end == "cancel_run" else made.service.stop(WAIT_S)
+    operation = made.wait(sample)
+    assert (operation["status"], operation["result"], operation["error"]) == ("cancelled", None, None)
+    assert made.run()["status"] == "cancelled"
 
 
 def test_finish_takes_no_more_and_stays_active_until_the_queue_is_done(gated, monkeypatch):
@@ -442,6 +470,30 @@ def test_nan_never_leaves_the_service(bench, monkeypatch, number, caplog):
     monkeypatch.setattr(ByteLM, "forward", lambda self, payload: {"loss": number})
     operation = bench().do("forward")
     assert (operation["status"], operation["result"]) == ("failed", None)
+
+
+@pytest.mark.parametrize(("num_samples", "max_tokens"), [(3_000_000, 1), (1, 10**9), (257, 32_768)])
+def test_a_sample_that_may_be_too_large_to_be_answered_is_refused(bench, num_samples, max_tokens):
+    made = bench()
+    sampler_id = made.do("save_weights_for_sampler")["result"]["sampler_id"]
+    with refusal(422, "invalid_payload") as refused:
+        made.post("sample", sample_of(num_samples, max_tokens=max_tokens), sampler_id)
+    for part in (f"num_samples {num_samples}", f"max_tokens {max_tokens}", "lower"):
+        assert part in str(refused.value)
+
+
+def test_a_sample_that_mostly_stops_early_may_have_a_large_max_tokens(bench):
+    made = bench()
+    sampler_id = made.do("save_weights_for_sampler")["result"]["sampler_id"]
+    request = sample_of(8, max_tokens=32_768, stop=list(range(256)))
+    assert made.do("sample", request, sampler_id)["status"] == "succeeded"
+
+
+def test_the_largest_result_of_a_sample_is_one_that_the_client_reads():
+    longest = {"tokens": [256] * 1000, "logprobs": [-2.2250738585072014e-308] * 1000, "stop_reason": "length"}
+    assert len(json.dumps(longest)) <= service_module._SEQUENCE_BYTES + 1000 * service_module._TOKEN_BYTES
+    assert len(json.dumps({**longest, "tokens": [], "logprobs": []}) + ", ") <= service_module._SEQUENCE_BYTES
+    assert service_module._MAX_RESULT_BYTES <= transport._LARGEST_BODY
 
 
 def test_a_loss_that_the_engine_lacks_is_said_to_be_the_engines_lack(bench, monkeypatch):

@@ -24,7 +24,7 @@ import tempfile
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import add, mul
 from pathlib import Path
@@ -252,11 +252,12 @@ class ByteLMSampler:
         self._policy = policy
         self.version = version
 
-    def sample(self, request: JSONObject, seed: str) -> list[JSONObject]:
+    def sample(self, request: JSONObject, seed: str, proceed: Callable[[], None] = lambda: None) -> list[JSONObject]:
         """``num_samples`` sequences ``{"tokens", "logprobs", "stop_reason"}`` that continue the prompt.
 
         Sequence i depends on the request, ``seed`` and i, not on how many are drawn. ``logprobs`` are the
-        policy's own, whatever temperature, top_k and top_p left to choose from.
+        policy's own, whatever temperature, top_k and top_p left to choose from. ``proceed`` is called before each
+        token, and may raise.
         """
         params = request["sampling_params"]
         prompt = _folded(request["prompt"]["token_ids"])
@@ -268,6 +269,7 @@ class ByteLMSampler:
             logprobs: list[float] = []
             last_two = prompt[-2:]
             while len(tokens) < params["max_tokens"]:
+                proceed()
                 context = _context(last_two)
                 policy = self._policy.logprobs(context)
                 if context not in choices:

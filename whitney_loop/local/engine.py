@@ -7,6 +7,7 @@ is made by one thread at a time, in ``seq_id`` order, with a payload that was ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,10 +28,12 @@ class Sampler(Protocol):
     version: int
     """Number of optimizer steps that the weights had seen."""
 
-    def sample(self, request: JSONObject, seed: str) -> list[JSONObject]:
+    def sample(self, request: JSONObject, seed: str, proceed: Callable[[], None]) -> list[JSONObject]:
         """The ``sequences`` for a sample payload: a list of ``{"tokens", "logprobs", "stop_reason"}``.
 
-        ``seed`` decides everything random; the same seed and request give the same sequences.
+        ``seed`` decides everything random; the same seed and request give the same sequences. ``proceed`` is called
+        every few tokens, since one sequence alone can take hours; what it raises, once nobody wants the sample any
+        longer, ends the call.
         """
 
     def logprobs(self, token_ids: list[int]) -> list[float | None]:

@@ -50,6 +50,9 @@ _OPERATIONS_KEPT = 256  # contract, order 7
 _SAMPLERS_KEPT = 16  # contract, order 7; the first one is kept as well
 _SESSIONS_KEPT = 1_000  # the service may run for weeks: beyond this the oldest closed one is forgotten
 _RUNS_PER_SESSION = 256  # each active one is a thread and a model
+_MAX_RESULT_BYTES = 256 * 2**20  # what the client reads of one answer
+_SEQUENCE_BYTES = 64  # of JSON at most: its braces, its three names and its stop_reason take 57
+_TOKEN_BYTES = 32  # of JSON at most: an id takes 5, a logprob 26, usually 20. So 8 million tokens go into one sample
 _MAX_RANK = 256
 _MAX_MODEL_CHARS = 200
 _MAX_INTEGER = 2**63 - 1
@@ -58,6 +61,10 @@ _TERMINAL = frozenset({"finished", "cancelled", "failed"})
 _CHANGES_WEIGHTS = frozenset({"forward_backward", "optim_step"})
 
 _log = logging.getLogger("whitney_loop.local")
+
+
+class _Cancelled(Exception):
+    """Raised through an engine: the run ends, and what it computes is not wanted any longer."""
 
 
 class ServiceError(Exception):
@@ -258,7 +265,10 @@ class Run:
             return self.body()
 
     def cancel(self) -> JSONObject:
-        """What is queued is cancelled, what runs may complete; a run that has ended stays as it is."""
+        """What is queued is cancelled, and a sample that runs; what else runs may complete.
+
+        A run that has ended stays as it is.
+        """
         with self._changed:
             if self.status == "active":
                 self.status = "cancelling"
@@ -344,10 +354,13 @@ class Run:
             self._complete(operation, engine)
 
     def _complete(self, operation: Operation, engine: Engine) -> None:
-        result, error = None, None
+        status, result, error = "failed", None, None
         try:
             result = self._execute(operation, engine)
             json.dumps(result, allow_nan=False)  # NaN is never sent: an engine that made one is at fault here
+            status = "succeeded"
+        except _Cancelled:
+            status = "cancelled"
         except EngineError as failure:
             error = _error(failure.code, str(failure))
         except OSError as failure:
@@ -358,7 +371,7 @@ class Run:
             error = _error("internal_error", "the engine broke; the service's log (whitney_loop.local) says where")
         with self._changed:
             self._running = None
-            operation.end("succeeded" if error is None else "failed", result=None if error else result, error=error)
+            operation.end(status, result=None if error else result, error=error)
             if error and error["code"] == "internal_error" and operation.kind in _CHANGES_WEIGHTS:
                 self._fail(operation, error)
             self._settle()
@@ -374,7 +387,7 @@ class Run:
             if operation.kind == "logprobs":
                 return {"logprobs": sampler.logprobs(payload["input"]["token_ids"])}
             seed = self._sampling_seed(payload, operation.seq_id)
-            return {"sequences": sampler.sample(payload, seed), "version": sampler.version}
+            return {"sequences": sampler.sample(payload, seed, self._proceed), "version": sampler.version}
         if operation.kind == "save_weights_for_sampler":
             return self._keep_sampler(operation.seq_id, engine.sampler())
         if operation.kind == "forward":
@@ -386,6 +399,10 @@ class Run:
         if operation.kind == "save_state":
             return self._storage.save_state(engine, self.settings)
         return self._storage.export_lora(engine, self.settings)
+
+    def _proceed(self) -> None:
+        if self.status == "cancelling":  # without the condition, as it is asked before every token
+            raise _Cancelled
 
     def _sampling_seed(self, request: JSONObject, seq_id: int) -> str:
         seed = request.get("sampling_params", {}).get("seed")
@@ -594,6 +611,7 @@ def _judge(
             check_optimizer_payload(payload)
         elif kind == "sample":
             check_sample_request(payload)
+            _check_result_size(payload["num_samples"], payload["sampling_params"]["max_tokens"])
         elif kind == "logprobs":
             check_logprobs_request(payload)
         elif payload:
@@ -632,6 +650,14 @@ def _check_computed(loss: str, provider: str, losses: frozenset[str]) -> None:
         "unsupported_loss",
         f"{provider} has loss_function {loss!r}, but the embedded {MODEL} does not compute it; it computes {computed}",
     )
+
+
+def _check_result_size(num_samples: int, max_tokens: int) -> None:
+    if num_samples * (_SEQUENCE_BYTES + max_tokens * _TOKEN_BYTES) > _MAX_RESULT_BYTES:
+        raise ValueError(
+            f"num_samples {num_samples} with sampling_params.max_tokens {max_tokens} may give more than the "
+            f"{_MAX_RESULT_BYTES} bytes that a client reads of one answer; lower one of them, or take several samples"
+        )
 
 
 def _check_fields(
