@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from whitney_loop import WhitneyClient, adamw_optimizer, forward_backward_payload, rl_datum
-from whitney_loop.local.service import Service
+from whitney_loop.local.service import Service, ServiceError
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = 10_000
@@ -104,6 +104,25 @@ def test_two_thousand_sessions_take_no_more_memory_than_a_thousand(tmp_path, tra
     for number in range(1_200, 2_000):
         use(number)
     assert traced() < warm + 500_000  # bytes; 800 sessions take 4.4 MB
+    service.stop(LONGEST_WAIT_S)
+
+
+def test_results_of_ended_sessions_are_kept_for_the_newest_only(tmp_path):
+    service = Service(tmp_path, lambda rank, seed: Engine())
+    clients = []
+    for _ in range(18):
+        client = Client(service)
+        client.do("save_weights_for_sampler", {})
+        service.close_session(service.run(client.run_id)["session_id"])
+        clients.append(client)
+
+    def fetched(client):
+        try:
+            return service.operation(client.run_id, "op-" + client.run_id.removeprefix("run-") + "-1", 0)["status"]
+        except ServiceError as error:
+            return error.status
+
+    assert [fetched(client) for client in clients] == [410] + ["succeeded"] * 17
     service.stop(LONGEST_WAIT_S)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from whitney_loop.local import serve
+from whitney_loop.local import serve, server
 from whitney_loop.local.server import MAX_BODY_BYTES, Handler
 from whitney_loop.local.service import Service
 
@@ -291,6 +291,54 @@ def test_a_client_that_sends_nothing_more_is_let_go(served, monkeypatch):
         assert connection.recv(1) == b""
 
 
+def test_a_client_that_sends_a_byte_now_and_then_is_let_go_all_the_same(served, monkeypatch):
+    monkeypatch.setattr(server, "_REQUEST_S", 0.2)
+    with socket.create_connection(address(served), timeout=WAIT_S) as connection:
+        connection.sendall(b"GET /")
+        connection.setblocking(False)
+        gone = time.monotonic() + WAIT_S
+        while time.monotonic() < gone:
+            time.sleep(0.02)  # the pace is the trouble
+            try:
+                connection.sendall(b"x")
+                if connection.recv(1) == b"":
+                    return
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                return
+    pytest.fail("it was served for ever")
+
+
+def test_a_client_that_waits_for_an_answer_is_no_slow_one(tmp_path, monkeypatch):
+    servers, actions = [], server.LocalServer.service_actions
+    monkeypatch.setattr(server.LocalServer, "service_actions", lambda self: servers.append(self) or actions(self))
+    monkeypatch.setattr(Service, "operation", lambda self, *_: {"reading": len(servers[-1].reading)})
+    with serve(tmp_path) as served:
+        assert call(served, "GET", "runs/run-1/operations/op-1?wait_s=20") == {"reading": 0}
+
+
+def test_connections_are_limited_in_number_and_free_again_once_they_are_left(served, monkeypatch):
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 1)
+    with socket.create_connection(address(served), timeout=WAIT_S) as first:
+        first.sendall(b"GET /")
+        with socket.create_connection(address(served), timeout=WAIT_S) as second:
+            with contextlib.suppress(ConnectionError):
+                assert second.recv(1) == b""
+    monkeypatch.undo()
+    assert "modal" in call(served, "GET", "capabilities")["providers"]
+
+
+def test_where_no_connection_can_be_opened_accepting_pauses(tmp_path, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    listening = server.LocalServer(Service(tmp_path), "key")
+    listening.socket.close()  # accept fails from now on
+    with pytest.raises(OSError):
+        listening.get_request()
+    assert pauses == [server._PAUSE_S]
+
+
 # The end of the server
 
 
@@ -403,6 +451,15 @@ def test_the_command_never_prints_the_key_of_the_environment(tmp_path):
         assert "modal" in call(served, "GET", "capabilities")["providers"]
         process.send_signal(signal.SIGTERM)
         assert "from-the-environment" not in printed + "".join(process.communicate(timeout=WAIT_S))
+
+
+def test_it_listens_on_another_address_where_it_is_told_to_and_warns(tmp_path):
+    with command(tmp_path, "--port", "0", "--host", "127.0.0.2", WHITNEY_API_KEY="key-of-the-test") as process:
+        served, _ = served_by(process, key="key-of-the-test")
+        assert address(served)[0] == "127.0.0.2"
+        assert "modal" in call(served, "GET", "capabilities")["providers"]
+        process.send_signal(signal.SIGTERM)
+        assert "beware: the key and all else go unencrypted" in process.communicate(timeout=WAIT_S)[1]
 
 
 def test_a_taken_port_is_one_line_and_exit_2(tmp_path, served):

@@ -10,8 +10,10 @@ import signal
 import sys
 from pathlib import Path
 
-from whitney_loop.local.server import LocalServer
+from whitney_loop.local.server import HOST, LocalServer
 from whitney_loop.local.service import DEFAULT_STORAGE, MODEL, Service
+
+LOOPBACK = (HOST, "localhost", "::1")
 
 
 def main() -> int:
@@ -28,10 +30,13 @@ def main() -> int:
         print(f"cannot write to {options.storage}: {error.strerror}; choose another --storage", file=sys.stderr)
         return 2
     try:
-        server = LocalServer(service, api_key, options.port)
+        server = LocalServer(service, api_key, options.port, options.host)
     except OSError as error:
-        print(f"cannot serve on port {options.port}: {error.strerror}; choose another --port", file=sys.stderr)
+        where = f"--host {options.host} --port {options.port}"
+        print(f"cannot serve on {where}: {error.strerror}; choose another", file=sys.stderr)
         return 2
+    if options.host not in LOOPBACK:
+        print("beware: the key and all else go unencrypted to whoever reaches this address", file=sys.stderr)
     try:
         print(f"Serving {MODEL}, for rehearsal. Storage: {options.storage.absolute()}. Ctrl-C ends it.")
         print(f"WHITNEY_BASE_URL={server.base_url}")
@@ -47,7 +52,8 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m whitney_loop.local", description=__doc__)
-    parser.add_argument("--port", type=_port, default=8900, help="on 127.0.0.1; 0 takes a free one (default: 8900)")
+    parser.add_argument("--port", type=_port, default=8900, help="0 takes a free one (default: 8900)")
+    parser.add_argument("--host", default=HOST, help=f"address to listen on (default: {HOST}, this machine only)")
     parser.add_argument(
         "--storage",
         type=Path,

@@ -273,6 +273,8 @@ class ByteLMSampler:
                 context = _context(last_two)
                 policy = self._policy.logprobs(context)
                 if context not in choices:
+                    if len(choices) >= _CACHED_CONTEXTS:
+                        choices.clear()
                     choices[context] = _choices(policy, params)
                 candidates, cumulative = choices[context]
                 token = rng.choices(candidates, cum_weights=cumulative)[0]

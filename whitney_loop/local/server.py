@@ -23,10 +23,13 @@ from urllib.parse import parse_qs
 from whitney_loop.local.engine import JSONObject
 from whitney_loop.local.service import Service, ServiceError
 
-HOST = "127.0.0.1"  # never another: it trains for whoever has the key, without TLS
+HOST = "127.0.0.1"  # unless the user says otherwise: it trains for whoever has the key, without TLS
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
 _SOCKET_TIMEOUT_S = 30.0  # of a client that neither sends nor reads; a long poll is no such wait
+_REQUEST_S = 120.0  # until a request has come whole, however slowly: the largest body at 4 Mbit/s
+_MOST_CONNECTIONS = 500  # each is a thread; half of what a process may usually have open
+_PAUSE_S = 0.1  # where the process can open no more: else accepting would spin
 _LINGER_S = 2.0  # for a client that still sends a body which is not read
 _LINGER_BYTES = 4 * MAX_BODY_BYTES
 _STOP_S = 2.0  # of the workers, then of the connections; what computes for longer ends with the process
@@ -95,6 +98,10 @@ class Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # buffered: headers and body leave in one packet
     _body_is_unread = False
 
+    def handle_one_request(self) -> None:
+        self.server.reading[self.connection] = time.monotonic()
+        super().handle_one_request()
+
     def do_GET(self) -> None:
         self._body_is_unread = "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0"
         try:
@@ -123,6 +130,7 @@ class Handler(BaseHTTPRequestHandler):
         if key is not None and not 0 < len(key) <= _MAX_KEY_CHARS:
             raise ServiceError(400, "invalid_request", f"Idempotency-Key must have 1 to {_MAX_KEY_CHARS} characters")
         raw = self._body() if self.command == "POST" else b""
+        self.server.reading.pop(self.connection, None)
         return action(self.server.service, Request(raw, key, query), *ids)
 
     def _authorise(self) -> None:
@@ -205,9 +213,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class LocalServer(ThreadingHTTPServer):
-    """The service on a loopback port. ``serve_forever`` runs it, ``stop`` ends it once that has returned.
+    """The service on a port of ``host``. ``serve_forever`` runs it, ``stop`` ends it once that has returned.
 
-    Raises OSError where the port is taken.
+    Raises OSError where the port is taken, or there is no such host here.
     """
 
     daemon_threads = True
@@ -215,16 +223,36 @@ class LocalServer(ThreadingHTTPServer):
     allow_reuse_address = os.name != "nt"  # on Windows it would share a taken port
     allow_reuse_port = False
 
-    def __init__(self, service: Service, api_key: str, port: int = 0) -> None:
+    def __init__(self, service: Service, api_key: str, port: int = 0, host: str = HOST) -> None:
         self.service = service
         self.key_bytes = api_key.encode()
         self._connections: dict[Any, threading.Thread] = {}
-        super().__init__((HOST, port), Handler)
-        self.base_url = f"http://{HOST}:{self.server_address[1]}"
+        self.reading: dict[Any, float] = {}  # connection → since when its request is awaited
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), Handler)
+        self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer's asks the name service, which can take seconds
-        self.server_name, self.server_port = HOST, self.server_address[1]
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_PAUSE_S)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return len(self._connections) < _MOST_CONNECTIONS  # who is turned away asks again
+
+    def service_actions(self) -> None:
+        """Called again and again while it serves: let go of whoever has not sent a whole request in time."""
+        too_long_ago = time.monotonic() - _REQUEST_S
+        for connection, since in list(self.reading.items()):
+            if since < too_long_ago:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
         """Cancel what runs, answer who waits, close every connection and wait for their threads."""
@@ -244,6 +272,7 @@ class LocalServer(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         super().shutdown_request(request)
         self._connections.pop(request, None)
+        self.reading.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if isinstance(sys.exc_info()[1], OSError):

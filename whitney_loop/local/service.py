@@ -48,6 +48,7 @@ MAX_WAIT_S = 60.0  # of one long poll
 _FINISH_WAIT_S = 20.0  # as long as the client's long polls; who is answered "active" asks again
 _OPERATIONS_KEPT = 256  # contract, order 7
 _SAMPLERS_KEPT = 16  # contract, order 7; the first one is kept as well
+_ENDED_SESSIONS_WITH_RESULTS = 16  # a run's results can take megabytes: those of older ended sessions are forgotten
 _SESSIONS_KEPT = 1_000  # the service may run for weeks: beyond this the oldest closed one is forgotten
 _RUNS_PER_SESSION = 256  # each active one is a thread and a model
 _MAX_RESULT_BYTES = 256 * 2**20  # what the client reads of one answer
@@ -276,6 +277,10 @@ class Run:
                 self._settle()
             return self.body()
 
+    def forget_operations(self) -> None:
+        with self._changed:
+            self._operations.clear()
+
     def stop(self) -> threading.Thread:
         """Cancel, wake whoever waits, and give the worker to join."""
         with self._changed:
@@ -298,7 +303,10 @@ class Run:
     def _operation(self, seq_id: int) -> Operation:
         if seq_id not in self._operations:
             raise ServiceError(
-                410, "expired", f"operation {seq_id} is older than the newest {_OPERATIONS_KEPT}, which are kept"
+                410,
+                "expired",
+                f"operation {seq_id} is kept no more: a run's newest {_OPERATIONS_KEPT} are, and of ended sessions "
+                f"those of the newest {_ENDED_SESSIONS_WITH_RESULTS}",
             )
         return self._operations[seq_id]
 
@@ -548,6 +556,10 @@ class Service:
     def _make_room(self) -> None:
         if self._stopping:
             raise ServiceError(503, "shutting_down", "the service is ending; start it again")
+        for session in list(self._sessions.values())[:-_ENDED_SESSIONS_WITH_RESULTS]:
+            if session.has_ended:
+                for run in session.runs:
+                    run.forget_operations()
         if len(self._sessions) < _SESSIONS_KEPT:
             return
         oldest = next((session for session in self._sessions.values() if session.has_ended), None)
