@@ -12,7 +12,7 @@ import pytest
 
 from fault_proxy import FaultProxy
 from loop_in_process import EXAMPLES, left_open
-from scripted_server import ScriptedServer
+from scripted_server import ScriptedServer, reply, run
 from whitney_loop import WhitneyClient
 from whitney_loop.local import serve
 
@@ -37,18 +37,38 @@ def start(folder, base_url, key, *arguments, cycles=2):
 
 
 class KilledAt:
-    """A process that is killed when its n-th request has come, which then is lost, or has its reply lost."""
+    """A process that is killed when its n-th request to such a path has come, which is lost then, or its reply is."""
 
-    def __init__(self, n):
-        self.n, self.process, self.started = n, None, threading.Event()
+    def __init__(self, n, ending=""):
+        self.n, self.ending, self.process, self.started = n, ending, None, threading.Event()
         self.come = 0
 
     def __call__(self, method, path):
         self.started.wait(10)
-        self.come += 1
+        self.come += path.endswith(self.ending)
         if self.come == self.n:
             self.process.kill()
         return self.come >= self.n
+
+
+def killed(service, tmp_path, at, kind):
+    """The journal of a loop that was killed there, which names the address where the service lives on."""
+    with FaultProxy(service.base_url, rate=1, kinds=[kind], only=at) as proxy:
+        at.process = start(tmp_path, proxy.base_url, service.api_key, *JOURNAL)
+        at.started.set()
+        at.process.communicate(timeout=60)
+        assert at.process.returncode == -9
+    journal = tmp_path / "journal.json"
+    if journal.exists():
+        journal.write_text(journal.read_text().replace(proxy.base_url, service.base_url))
+    return journal
+
+
+def check_that_recovery_closes_everything(loop, service, everything, journal):
+    code, _, err = loop(service, service.base_url, 1, *RECOVER, submit_timeout_s=5.0, exchange_timeout_s=5.0)
+    assert code == 0, err
+    assert left_open(everything()) == [], err
+    assert not journal.exists()
 
 
 @pytest.mark.long
@@ -57,26 +77,38 @@ def test_thirty_kills_at_random_points_leave_nothing_open_that_recovery_does_not
 ):
     chance = random.Random(6)
     found = 0
-    for kill in range(KILLS):
+    for _ in range(KILLS):
         at = KilledAt(chance.randrange(1, 32))
-        kind = chance.choice(["drop request", "drop reply"])
-        with FaultProxy(service.base_url, rate=1, kinds=[kind], only=at) as proxy:
-            at.process = start(tmp_path, proxy.base_url, service.api_key, *JOURNAL)
-            at.started.set()
-            at.process.communicate(timeout=60)
-            assert at.process.returncode == -9
-            journal = tmp_path / "journal.json"
-            if left_open(everything()):
-                assert service.api_key not in journal.read_text()
-                found += 1
-            # The service lives on behind another address: that of the journal is the one that the user still gives.
-            if journal.exists():
-                journal.write_text(journal.read_text().replace(proxy.base_url, service.base_url))
-        code, _, err = loop(service, service.base_url, 1, *RECOVER, submit_timeout_s=5.0, exchange_timeout_s=5.0)
-        assert code == 0, err
-        assert left_open(everything()) == [], f"kill {kill}, at request {at.n}: {err}"
-        assert not journal.exists()
+        journal = killed(service, tmp_path, at, chance.choice(["drop request", "drop reply"]))
+        if left_open(everything()):
+            assert service.api_key not in journal.read_text()
+            found += 1
+        check_that_recovery_closes_everything(loop, service, everything, journal)
     assert found > KILLS / 2
+
+
+@pytest.mark.parametrize(("path", "left"), [("/sessions", 1), ("/runs", 2)])
+def test_what_was_created_while_its_creator_was_killed_before_the_answer_is_closed_by_recovery(
+    loop, service, everything, tmp_path, path, left
+):
+    journal = killed(service, tmp_path, KilledAt(1, path), "drop reply")
+    assert len(left_open(everything())) == left
+    kept = json.loads(journal.read_text())
+    assert (kept["session_id"] is None) == (path == "/sessions") and kept["run_ids"] == []  # no id came
+    check_that_recovery_closes_everything(loop, service, everything, journal)
+
+
+def test_recovery_cancels_closes_and_polls_until_the_run_has_ended(loop, service, tmp_path):
+    listed = reply({"session_id": "ses-1", "status": "open", "runs": [{"run_id": "run-1", "status": "active"}]})
+    cancelled = [run("cancelling"), reply({"session_id": "ses-1", "status": "closed"})]
+    with ScriptedServer(listed, *cancelled, run("cancelling"), run("cancelling"), *[run("cancelled")] * 2) as server:
+        left_by_a_kill(tmp_path, service, base_url=server.base_url, session_id="ses-1", run_ids=["run-1"])
+        _, _, err = loop(service, server.base_url, 1, *RECOVER)
+    asked = [f"{request.method} {request.path.removeprefix('/v1/training')}" for request in server.requests]
+    polls = ["GET /runs/run-1"] * 4  # three until it has ended; and the run that the journal names
+    assert asked[:7] == ["GET /sessions/ses-1", "POST /runs/run-1/cancel", "POST /sessions/ses-1/close", *polls]
+    assert asked[7:] == ["GET /capabilities"] and "session ses-1 is closed; cancelled: run-1" in err
+    assert not (tmp_path / "journal.json").exists()
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
