@@ -1,7 +1,7 @@
 """``--journal PATH``: a small file by which a loop that was killed outright can be cleaned up after.
 
-It is written before the session is asked for, and removed once the session is closed. It holds no key. Every write
-replaces the file whole, so that it is never read half written.
+It is written before the session is asked for, and removed once the session is closed. It holds no key. Of loops that
+start at once, one makes the file, empty. Every write replaces it whole, so that it is never read half written.
 """
 
 from __future__ import annotations
@@ -41,6 +41,17 @@ class Journal:
         session = f"session {self.session_id}" if self.session_id else "a session whose id had not come yet"
         return f"{session}, {' and '.join(f'run {run_id}' for run_id in self.run_ids) or 'no run'}, on {where}"
 
+    def claim(self, path: Path | None) -> None:
+        """Make the file, empty, or raise JournalError: of two loops only one can. Nothing without a path."""
+        if path is None:
+            return
+        try:
+            path.open("x").close()
+        except FileExistsError:
+            raise JournalError(_in_the_way(path, read_journal(path))) from None
+        except OSError as error:
+            raise JournalError(f"--journal {path} can not be written: {error.strerror}") from None
+
     def write(self, path: Path | None) -> None:
         """Replace the file, or do nothing without one."""
         if path is None:
@@ -55,18 +66,25 @@ class Journal:
 
 @contextmanager
 def kept_journal(path: Path | None, client: WhitneyClient, *, embedded: bool, provider: str) -> Iterator[Journal]:
-    """The journal of one session; its file is removed with the block where nothing is open any more."""
+    """The journal of one session; its file is removed with the block where nothing is open any more.
+
+    Raises JournalError where there is such a file, or can be none.
+    """
     journal = Journal(client.base_url, embedded, provider)
-    journal.write(path)
+    journal.claim(path)
     closed_before = set(client.closed_sessions)  # such as one that was recovered
+    was_written = False
     error: BaseException | None = None
     try:
+        journal.write(path)
+        was_written = True  # from here on a session may be asked for
         yield journal
     except BaseException as raised:
         error = raised
         raise
     finally:
-        if path is not None and _nothing_is_open(journal, client.closed_sessions - closed_before, error):
+        is_open = was_written and not _nothing_is_open(journal, client.closed_sessions - closed_before, error)
+        if path is not None and not is_open:
             path.unlink(missing_ok=True)
         error = None
 
@@ -77,17 +95,14 @@ def clear_the_way(path: Path | None, client: WhitneyClient, *, recover: bool) ->
     What was found and done, to be said; None where there is no journal. Raises WhitneyError where closing fails; the
     journal is kept then.
     """
-    if path is None:
-        return None
-    if not path.exists():
-        _require_writable(path)
+    if path is None or not path.exists():
         return None
     journal = read_journal(path)
     if not recover:
-        raise JournalError(
-            f"--journal {path} is there already, of a loop that still runs or was killed: {journal}. If none runs, "
-            "start again with --recover, which cancels and closes that first"
-        )
+        raise JournalError(_in_the_way(path, journal))
+    if journal is None:
+        path.unlink()
+        return f"journal {path} was empty: nothing had been opened, so there is nothing to recover"
     if journal.embedded:
         path.unlink()
         return f"journal {path}: {journal}, which ended with its process: there is nothing to recover"
@@ -101,10 +116,12 @@ def clear_the_way(path: Path | None, client: WhitneyClient, *, recover: bool) ->
     return f"journal {path}: {journal}: {done}"
 
 
-def read_journal(path: Path) -> Journal:
-    """The journal in a file; JournalError where it is none."""
+def read_journal(path: Path) -> Journal | None:
+    """The journal in a file, None where that is empty; JournalError where it is none."""
     try:
-        journal = Journal(**json.loads(path.read_text(encoding="utf-8")))
+        if not (text := path.read_text(encoding="utf-8")):
+            return None
+        journal = Journal(**json.loads(text))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise JournalError(f"--journal {path} is no journal of a loop ({error}); give another PATH") from None
     texts = [journal.base_url, journal.provider, journal.session_key, journal.session_id or ""]
@@ -135,12 +152,12 @@ def _nothing_is_open(journal: Journal, closed: set[str], error: BaseException | 
     return was_refused or bool(closed)
 
 
-def _require_writable(path: Path) -> None:
-    try:
-        _draft_of(path).touch()
-        _draft_of(path).unlink()
-    except OSError as error:
-        raise JournalError(f"--journal {path} can not be written: {error.strerror}") from None
+def _in_the_way(path: Path, journal: Journal | None) -> str:
+    found = journal or "it is empty, so nothing was opened yet"
+    return (
+        f"--journal {path} is there already, of a loop that still runs or was killed: {found}. If none runs, start "
+        "again with --recover, which cancels and closes that first"
+    )
 
 
 def _draft_of(path: Path) -> Path:

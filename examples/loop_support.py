@@ -293,7 +293,7 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
             for number in ENDING_SIGNALS:  # all is closed, or said to be open: what is left is to report it
                 signal.signal(number, signal.SIG_IGN)
         summary["status"] = "succeeded" if code == 0 else "failed"
-    except UsageError as error:
+    except (UsageError, JournalError) as error:
         say(f"error: {error}")
         return 2
     except (KeyboardInterrupt, Exception) as last:
@@ -319,12 +319,8 @@ def report_the_end(error: BaseException, summary: Summary) -> int:
 
 
 def clear_journal(options: argparse.Namespace, place: Place) -> None:
-    """See to what the journal of a killed loop names. Raises UsageError where it stands in the way."""
-    try:
-        found = clear_the_way(options.journal, place.client, recover=options.recover)
-    except JournalError as error:
-        raise UsageError(str(error)) from None
-    if found:
+    """See to what the journal of a killed loop names. Raises JournalError where it stands in the way."""
+    if found := clear_the_way(options.journal, place.client, recover=options.recover):
         say(found)
 
 

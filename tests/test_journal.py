@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,6 +16,7 @@ from loop_in_process import EXAMPLES, left_open
 from scripted_server import ScriptedServer, reply, run
 from whitney_loop import WhitneyClient
 from whitney_loop.local import serve
+from whitney_loop.local.service import Service
 
 JOURNAL = ("--journal", "journal.json")
 RECOVER = (*JOURNAL, "--recover")
@@ -166,6 +168,51 @@ def test_a_start_that_finds_a_journal_stops_and_says_what_it_found(loop, service
     assert len(everything()) == 1 and (tmp_path / "journal.json").exists()
 
 
+def test_of_two_loops_that_start_at_once_one_trains_and_the_other_stops_with_nothing_created(
+    service, everything, tmp_path, monkeypatch, loop
+):
+    neither_has_a_journal = threading.Barrier(2)
+    one_has_ended = threading.Event()
+    capabilities, create_session = Service.capabilities, Service.create_session
+
+    def both_ask(of_service):
+        neither_has_a_journal.wait(30)
+        return capabilities(of_service)
+
+    def after_the_end_of_one(of_service, *arguments):
+        one_has_ended.wait(10)  # it is missed, and both train, where neither is stopped
+        return create_session(of_service, *arguments)
+
+    monkeypatch.setattr(Service, "capabilities", both_ask)
+    monkeypatch.setattr(Service, "create_session", after_the_end_of_one)
+
+    def ended(process):
+        _, err = process.communicate(timeout=60)
+        one_has_ended.set()
+        return process.returncode, err
+
+    both = [start(tmp_path, service.base_url, service.api_key, *JOURNAL, cycles=1) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        (code, err), (code_of_other, said) = sorted(pool.map(ended, both))
+    assert (code, code_of_other) == (0, 2), err + said
+    assert said.splitlines()[-1].startswith("error: --journal journal.json is there already"), said
+    assert "Traceback" not in said
+    assert len(everything()) == 1 and left_open(everything()) == []
+    assert not (tmp_path / "journal.json").exists()
+
+
+def test_an_empty_journal_stops_a_start_says_that_nothing_was_opened_and_is_removed_by_recovery(
+    loop, service, everything, tmp_path
+):
+    (tmp_path / "journal.json").touch()  # of a loop that was killed between making and writing it
+    code, _, err = loop(service, service.base_url, 1, *JOURNAL)
+    assert code == 2 and "is there already" in err and "it is empty, so nothing was opened" in err
+    assert everything() == [] and (tmp_path / "journal.json").exists()
+    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    assert code == 0 and "nothing to recover" in err and len(everything()) == 1
+    assert not (tmp_path / "journal.json").exists()
+
+
 def test_a_session_whose_id_never_came_is_found_by_the_key_of_the_journal(loop, service, everything, tmp_path):
     left_by_a_kill(tmp_path, service, session_id=None)
     code, _, err = loop(service, service.base_url, 1, *RECOVER)
@@ -202,7 +249,7 @@ def test_a_recovery_that_fails_keeps_the_journal(loop, service, tmp_path):
     assert (tmp_path / "journal.json").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"base_url": 1}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"base_url": 1}', "[" * 100_000])
 def test_a_file_that_is_no_journal_is_left_alone(loop, service, tmp_path, text):
     (tmp_path / "journal.json").write_text(text)
     code, _, err = loop(service, service.base_url, 1, *RECOVER)
