@@ -7,6 +7,7 @@ start at once, one makes the file, empty. Every write replaces it whole, so that
 from __future__ import annotations
 
 import json
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -18,11 +19,17 @@ from whitney_loop import RequestRejected, WhitneyClient, WhitneyError
 from whitney_loop.errors import redacted
 from whitney_loop.lifecycle import close_everything
 
+logger = logging.getLogger("whitney_loop")
+
 _FORGOTTEN = frozenset({404, 410})  # the service has no such thing any more
 
 
 class JournalError(Exception):
     """A journal that is in the way, or can not be used; the message says what it holds and what to do."""
+
+
+class JournalLost(Exception):
+    """The journal can not be written any more while a loop runs."""
 
 
 @dataclass
@@ -53,15 +60,21 @@ class Journal:
             raise JournalError(f"--journal {path} can not be written: {error.strerror}") from None
 
     def write(self, path: Path | None) -> None:
-        """Replace the file, or do nothing without one."""
+        """Replace the file, or do nothing without one. Raises JournalLost; the file is as it was then."""
         if path is None:
             return
         draft = _draft_of(path)
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(redacted(json.dumps(asdict(self))))
-            file.flush()
-            os.fsync(file.fileno())  # it must outlive a loss of power
-        draft.replace(path)
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(redacted(json.dumps(asdict(self))))
+                file.flush()
+                os.fsync(file.fileno())  # it must outlive a loss of power
+            draft.replace(path)
+        except OSError as error:
+            raise JournalLost(
+                f"journal {path} could not be written: {error.strerror}. A kill could not be cleaned up after: "
+                "make it writable, or give another PATH"
+            ) from None
 
 
 @contextmanager
@@ -85,7 +98,10 @@ def kept_journal(path: Path | None, client: WhitneyClient, *, embedded: bool, pr
     finally:
         is_open = was_written and not _nothing_is_open(journal, client.closed_sessions - closed_before, error)
         if path is not None and not is_open:
-            path.unlink(missing_ok=True)
+            try:
+                _remove(path)
+            except JournalError as failure:  # it must not hide the first error
+                logger.error("%s", failure)
         error = None
 
 
@@ -101,10 +117,10 @@ def clear_the_way(path: Path | None, client: WhitneyClient, *, recover: bool) ->
     if not recover:
         raise JournalError(_in_the_way(path, journal))
     if journal is None:
-        path.unlink()
+        _remove(path)
         return f"journal {path} was empty: nothing had been opened, so there is nothing to recover"
     if journal.embedded:
-        path.unlink()
+        _remove(path)
         return f"journal {path}: {journal}, which ended with its process: there is nothing to recover"
     if journal.base_url != client.base_url:
         raise JournalError(
@@ -112,7 +128,7 @@ def clear_the_way(path: Path | None, client: WhitneyClient, *, recover: bool) ->
             f"else. Recover with --base-url {journal.base_url}"
         )
     done = _recover(journal, client)
-    path.unlink()
+    _remove(path)
     return f"journal {path}: {journal}: {done}"
 
 
@@ -158,6 +174,14 @@ def _in_the_way(path: Path, journal: Journal | None) -> str:
         f"--journal {path} is there already, of a loop that still runs or was killed: {found}. If none runs, start "
         "again with --recover, which cancels and closes that first"
     )
+
+
+def _remove(path: Path) -> None:
+    try:
+        for file in (path, _draft_of(path)):  # a write that failed may have left a draft
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise JournalError(f"journal {path} could not be removed: {error.strerror}. Remove it by hand") from None
 
 
 def _draft_of(path: Path) -> Path:

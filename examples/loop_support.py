@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # a clone works without being installed
 
-from loop_journal import JournalError, clear_the_way, kept_journal
+from loop_journal import JournalError, JournalLost, clear_the_way, kept_journal
 from whitney_loop import (
     LOSS_SUPPORT,
     ConfigurationError,
@@ -326,13 +326,13 @@ def clear_journal(options: argparse.Namespace, place: Place) -> None:
 
 def show_error(error: Exception) -> str:
     """Say on stderr what ended the loop; the same in one line. Only the user's own code and bugs get a traceback."""
-    cause = error.__cause__
+    cause, telling = error.__cause__, (WhitneyError, ValueError, JournalLost)
     if isinstance(error, CallableError) and cause is not None:
         own = cause.__traceback__.tb_next if cause.__traceback__ else None  # without this file's own frame
         say("".join(traceback.format_exception(type(cause), cause, own)).rstrip())
-    elif not isinstance(error, (WhitneyError, ValueError)):
+    elif not isinstance(error, telling):
         say("".join(traceback.format_exception(error)).rstrip())
-    message = redacted(f"{error}" if isinstance(error, (WhitneyError, CallableError, ValueError)) else repr(error))
+    message = redacted(f"{error}" if isinstance(error, (*telling, CallableError)) else repr(error))
     say(f"error: {message}")
     return message
 

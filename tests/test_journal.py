@@ -1,8 +1,10 @@
 """A loop that is killed outright, with nothing of its own left to run, is cleaned up after by its journal."""
 
+import contextlib
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -148,6 +150,85 @@ def test_a_session_that_could_not_be_closed_keeps_its_journal(loop, service, tmp
         assert loop(service, proxy.base_url, 1, *JOURNAL, submit_timeout_s=0.05)[0] == 1
         journal = json.loads((tmp_path / "journal.json").read_text())
     assert WhitneyClient(service.base_url, service.api_key).session(journal["session_id"])["status"] == "open"
+
+
+SPOILS = """
+import os
+
+def spoils(sample, cycle, request, ctx):
+    shutil.rmtree("kept")
+    {how}
+    return build_loss(sample, cycle, request, ctx)
+
+def spoils_and_fails(*arguments):
+    spoils(*arguments)
+    return fails(*arguments)
+"""
+
+
+@pytest.fixture(params=["os.makedirs('kept/journal.json')", "open('kept', 'x').close()"], ids=["folder", "no folder"])
+def spoilt(request, loop, tmp_path):
+    """In the journal's place there is a folder then, or in that of its folder a file."""
+    (tmp_path / "kept").mkdir()
+    with (tmp_path / "never_saturates.py").open("a") as module:
+        module.write(SPOILS.format(how=request.param))
+    return "--journal", "kept/journal.json"
+
+
+def test_a_journal_that_can_not_be_removed_hides_no_first_error(loop, service, everything, spoilt):
+    code, summary, err = loop(service, service.base_url, 1, *spoilt, build_loss="never_saturates:spoils_and_fails")
+    assert code == 1 and left_open(everything()) == []
+    assert summary["error"] == "build_loss raised LookupError in cycle 0: as it was told"
+    assert err.splitlines()[-1] == f"error: {summary['error']}"
+    assert "journal kept/journal.json could not be removed: " in err
+
+
+def test_a_journal_that_can_not_be_removed_is_told_of_after_a_good_end(loop, service, everything, spoilt):
+    code, _, err = loop(service, service.base_url, 1, *spoilt, build_loss="never_saturates:spoils")
+    assert code == 0 and left_open(everything()) == []
+    assert "journal kept/journal.json could not be removed: " in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("ending", "made"), [("/capabilities", 0), ("/sessions", 1), ("/runs", 1)])
+def test_a_journal_that_can_not_be_written_any_more_ends_the_loop_cleaned_up_with_one_line(
+    loop, service, everything, tmp_path, ending, made
+):
+    def blocked(_, path):
+        if path.endswith(ending):
+            (tmp_path / "journal.json.draft").mkdir()
+        return False
+
+    with FaultProxy(service.base_url, rate=1, only=blocked) as proxy:
+        code, _, err = loop(service, proxy.base_url, 1, *JOURNAL)
+    assert code == 1 and len(everything()) == made and left_open(everything()) == []
+    assert err.splitlines()[-1].startswith("error: journal journal.json could not be written: Is a directory")
+    assert "Traceback" not in err and not (tmp_path / "journal.json").exists()
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """As on a full disk, a write is cut off there, and then fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_write_that_is_cut_off_leaves_the_journal_whole_as_it_was(loop, tmp_path):
+    from loop_journal import Journal, JournalLost
+
+    path = tmp_path / "journal.json"
+    journal = Journal("http://127.0.0.1:1", False, "modal")
+    journal.write(path)
+    before = path.read_text()
+    journal.session_id = "ses-1"
+    with files_of_at_most(len(before) // 2), pytest.raises(JournalLost, match="could not be written: File too large"):
+        journal.write(path)
+    assert path.read_text() == before
+    journal.write(path)
+    assert json.loads(path.read_text())["session_id"] == "ses-1"
 
 
 def left_by_a_kill(tmp_path, service, **fields):
