@@ -6,12 +6,12 @@ start at once, one makes the file, empty. Every write replaces it whole, so that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -70,6 +70,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())  # it must outlive a loss of power
             draft.replace(path)
+            _sync_folder(path)
         except OSError as error:
             raise JournalLost(
                 f"journal {path} could not be written: {error.strerror}. A kill could not be cleaned up after: "
@@ -77,7 +78,7 @@ class Journal:
             ) from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def kept_journal(path: Path | None, client: WhitneyClient, *, embedded: bool, provider: str) -> Iterator[Journal]:
     """The journal of one session; its file is removed with the block where nothing is open any more.
 
@@ -174,6 +175,16 @@ def _in_the_way(path: Path, journal: Journal | None) -> str:
         f"--journal {path} is there already, of a loop that still runs or was killed: {found}. If none runs, start "
         "again with --recover, which cancels and closes that first"
     )
+
+
+def _sync_folder(path: Path) -> None:
+    """Have the file's name outlive a loss of power too, where one can open a folder (not on Windows)."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _remove(path: Path) -> None:

@@ -231,6 +231,31 @@ def test_a_write_that_is_cut_off_leaves_the_journal_whole_as_it_was(loop, tmp_pa
     assert json.loads(path.read_text())["session_id"] == "ses-1"
 
 
+def test_the_journal_and_then_its_name_in_the_folder_are_on_the_disk_before_the_session_is_asked_for(
+    loop, service, tmp_path, monkeypatch
+):
+    seen = []
+    create_session, fsync = Service.create_session, os.fsync
+    path = tmp_path / "journal.json"
+
+    def noted(number):
+        fsync(number)
+        synced = os.fstat(number)
+        for file in (tmp_path, *tmp_path.glob("journal*")):  # the service syncs files of its own
+            if os.path.samestat(synced, file.stat()):
+                seen.append((file.name, path.read_text() != ""))
+
+    def asked(of_service, *arguments):
+        seen.append("asked")
+        return create_session(of_service, *arguments)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Service, "create_session", asked)
+    assert loop(service, service.base_url, 1, *JOURNAL)[0] == 0
+    assert seen[:3] == [("journal.json.draft", False), (tmp_path.name, True), "asked"]
+    assert seen[3:] == [("journal.json.draft", True), (tmp_path.name, True)] * 2  # the session's id, and the run's
+
+
 def left_by_a_kill(tmp_path, service, **fields):
     client = WhitneyClient(service.base_url, service.api_key)
     key = str(uuid.uuid4())
