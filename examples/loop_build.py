@@ -109,9 +109,9 @@ def _call(
     ctx.metrics.clear()
     try:
         payload: Payload = function(sampled, cycle, copy.deepcopy(asked), ctx)
-    except NoGradientSignal:
+    except (NoGradientSignal, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # a sys.exit() of the user's would otherwise end a failed loop with 0
+    except BaseException as error:  # a sys.exit() of the user's would otherwise end a failed loop with 0
         raise CallableError(f"{name} raised {type(error).__name__} {where}: {error}") from error
     try:
         check_payload(payload, ctx.provider)

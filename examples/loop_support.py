@@ -296,7 +296,7 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
     except (UsageError, JournalError) as error:
         say(f"error: {error}")
         return 2
-    except (KeyboardInterrupt, Exception) as last:
+    except BaseException as last:  # such as asyncio.CancelledError, which is no Exception
         code = report_the_end(first_error(last, CallableError), summary)
     # A manager that an interrupt cut off before its block began is cleaned up when it is freed: now, not at some time.
     gc.collect()
@@ -307,7 +307,7 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
 
 def report_the_end(error: BaseException, summary: Summary) -> int:
     """Say what ended the loop, on stderr and in the summary; the exit code."""
-    if isinstance(error, Exception):
+    if not isinstance(error, KeyboardInterrupt):
         summary["error"] = show_error(error)
         return 1
     number = error.number if isinstance(error, Terminated) else signal.SIGINT
@@ -324,7 +324,7 @@ def clear_journal(options: argparse.Namespace, place: Place) -> None:
         say(found)
 
 
-def show_error(error: Exception) -> str:
+def show_error(error: BaseException) -> str:
     """Say on stderr what ended the loop; the same in one line. Only the user's own code and bugs get a traceback."""
     cause, telling = error.__cause__, (WhitneyError, ValueError, JournalLost)
     if isinstance(error, CallableError) and cause is not None:

@@ -103,3 +103,31 @@ def test_where_no_answer_comes_at_all_any_more_the_ids_and_the_command_are_print
         assert f"may still be open: run {run_id}" in err and f"may still be open: session {session_id}" in err
         assert f"python -m whitney_loop close {session_id} --base-url {proxy.base_url}" in err
         assert err.splitlines()[-1].startswith("error: no usable answer")
+
+
+RAISES = """
+import asyncio
+
+def gives_up(*arguments):
+    raise {error}
+
+def gives_up_at_the_end(sample, cycle, request, ctx):
+    ctx.resources.callback(gives_up)
+    return build_loss(sample, cycle, request, ctx)
+"""
+
+
+@pytest.mark.parametrize("error", ["asyncio.CancelledError", "GeneratorExit", "SystemExit"])
+@pytest.mark.parametrize("where", ["gives_up", "gives_up_at_the_end"])
+def test_what_the_user_s_code_raises_is_reported_as_an_error_even_where_it_is_no_exception_to_python(
+    loop, everything, tmp_path, error, where
+):
+    with (tmp_path / "never_saturates.py").open("a") as module:
+        module.write(RAISES.format(error=error))
+    with serve(tmp_path / "storage") as service:
+        code, summary, err = loop(service, service.base_url, 1, build_loss=f"never_saturates:{where}")
+        assert left_open(everything()) == []
+    assert code == 1 and summary["status"] == "failed"
+    name = error.rpartition(".")[2]
+    assert err.splitlines()[-1] == f"error: {summary['error']}" and name in summary["error"]
+    assert "in gives_up\n" in err and "in _call\n" not in err
