@@ -300,7 +300,7 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
         code = report_the_end(first_error(last, CallableError), summary)
     # A manager that an interrupt cut off before its block began is cleaned up when it is freed: now, not at some time.
     gc.collect()
-    if summary.get("session_id"):
+    if summary:  # also where a session was opened whose id did not come
         print(redacted(json.dumps(summary)), flush=True)
     return code
 

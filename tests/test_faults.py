@@ -1,5 +1,7 @@
 """Nothing lost and nothing twice: the loop through a proxy with faults, held against the loop without."""
 
+import signal
+import threading
 import time
 from collections import Counter
 
@@ -103,6 +105,22 @@ def test_where_no_answer_comes_at_all_any_more_the_ids_and_the_command_are_print
         assert f"may still be open: run {run_id}" in err and f"may still be open: session {session_id}" in err
         assert f"python -m whitney_loop close {session_id} --base-url {proxy.base_url}" in err
         assert err.splitlines()[-1].startswith("error: no usable answer")
+
+
+def test_a_loop_that_is_ended_while_its_session_is_being_opened_closes_it_and_gives_its_summary(
+    loop, everything, tmp_path
+):
+    def ended(method, path):
+        if path.endswith("/sessions") and not signals:
+            signals.append(signal.SIGTERM)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        return False
+
+    signals = []
+    with serve(tmp_path) as service, FaultProxy(service.base_url, rate=1, only=ended) as proxy:
+        code, summary, _ = loop(service, proxy.base_url, 1)
+        assert len(everything()) == 1 and left_open(everything()) == []
+    assert (code, summary["status"], summary["where"]) == (143, "ended by SIGTERM", "the service of the base URL")
 
 
 RAISES = """

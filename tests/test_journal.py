@@ -199,8 +199,9 @@ def test_a_journal_that_can_not_be_written_any_more_ends_the_loop_cleaned_up_wit
         return False
 
     with FaultProxy(service.base_url, rate=1, only=blocked) as proxy:
-        code, _, err = loop(service, proxy.base_url, 1, *JOURNAL)
-    assert code == 1 and len(everything()) == made and left_open(everything()) == []
+        code, summary, err = loop(service, proxy.base_url, 1, *JOURNAL)
+    assert code == 1 and summary["status"] == "failed"
+    assert len(everything()) == made and left_open(everything()) == []
     assert err.splitlines()[-1].startswith("error: journal journal.json could not be written: Is a directory")
     assert "Traceback" not in err and not (tmp_path / "journal.json").exists()
 
