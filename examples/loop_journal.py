@@ -133,6 +133,20 @@ def clear_the_way(path: Path | None, client: WhitneyClient, *, recover: bool) ->
     return f"journal {path}: {journal}: {done}"
 
 
+def foreseen(path: Path | None, *, recover: bool) -> str:
+    """What a start would do about the journal; JournalError where it would stop. Changes nothing."""
+    if path is None:
+        return "none is kept"
+    if path.exists():
+        journal = read_journal(path)
+        if not recover:
+            raise JournalError(_in_the_way(path, journal))
+        return f"{path} names {journal or 'nothing'}: that would be closed first"
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise JournalError(f"--journal {path} can not be written: no folder to write in")
+    return f"{path} can be written"
+
+
 def read_journal(path: Path) -> Journal | None:
     """The journal in a file, None where that is empty; JournalError where it is none."""
     try:

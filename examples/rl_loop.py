@@ -21,6 +21,7 @@ from typing import Any
 from loop_build import BATCH_NAME, Built, UserLoss, build, load_build_loss
 from loop_data import Batches, fingerprint, requests_of
 from loop_history import LAST, MetricsFile, Start, changed_options, find_start, recorded_configs, require_same
+from loop_journal import JournalError, foreseen
 from loop_metrics import Metrics, Stopwatch, largest_gap, loss_metrics, rate_and_time_left, sample_metrics, user_metrics
 from loop_support import (
     Payload,
@@ -171,10 +172,10 @@ def dry_run(options: argparse.Namespace, plan: Plan) -> int:
     failed = False
     # Where they are wrong, the rest is checked still.
     plan.requests, plan.operations, plan.optimizer, plan.loss_function = [], [*NEEDED_OPERATIONS], {}, None
-    for name, check in (*PREPARATION, ("service, key and capabilities", ask_service)):
+    for name, check in (*PREPARATION, ("journal", look_at_journal), ("service, key and capabilities", ask_service)):
         try:
             tell(f"ok      {name}: {check(options, plan)}")
-        except (UsageError, WhitneyError) as error:
+        except (UsageError, JournalError, WhitneyError) as error:
             failed = True
             tell(f"FAILED  {name}: {error}")
     say("dry run: no session was created")
@@ -184,6 +185,10 @@ def dry_run(options: argparse.Namespace, plan: Plan) -> int:
 def tell(line: str) -> None:
     """On stdout, whatever its encoding can not hold."""
     print(redacted(line).encode(errors="backslashreplace").decode(), flush=True)
+
+
+def look_at_journal(options: argparse.Namespace, plan: Plan) -> str:
+    return foreseen(options.journal, recover=options.recover)
 
 
 def ask_service(options: argparse.Namespace, plan: Plan) -> str:

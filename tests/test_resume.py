@@ -227,7 +227,7 @@ def checks_of(done):
 
 
 NAMES = [
-    "build_loss and loss table", "options", "sample requests", "start and metrics file",
+    "build_loss and loss table", "options", "sample requests", "start and metrics file", "journal",
     "service, key and capabilities",
 ]  # fmt: skip
 
@@ -281,9 +281,22 @@ def test_a_dry_run_tells_everything_that_is_wrong_at_once(folder):
     with ScriptedServer(refusal(401, "unauthorized")) as server:
         env = environment(WHITNEY_BASE_URL=server.base_url, WHITNEY_API_KEY="k")
         wrong = ("--model", "m", "--sample-json", "nowhere.json", "--cycles", "0", "--resume-from", "state-1")
+        wrong += ("--journal", "nowhere/journal.json")
         done = loop(folder, "--dry-run", "--build-loss", "mydro:build_loss", *wrong, env=env)
     checks = checks_of(done)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert list(checks) == NAMES and {verdict for verdict, _ in checks.values()} == {"FAILED"}
     assert "'dro' is not advertised by modal" in checks[NAMES[0]][1]
-    assert "status 401" in checks[NAMES[4]][1]
+    assert "can not be written" in checks[NAMES[4]][1]
+    assert "status 401" in checks[NAMES[5]][1]
+
+
+def test_a_dry_run_foresees_what_a_journal_would_do_and_leaves_it(folder):
+    (folder / "journal.json").touch()
+    done = loop(folder, "--dry-run", "--build-loss", GRPO, "--journal", "journal.json")
+    assert done.returncode == 2 and "journal.json is there already" in checks_of(done)["journal"][1]
+    done = loop(folder, "--dry-run", "--build-loss", GRPO, "--journal", "journal.json", "--recover")
+    assert done.returncode == 0 and "closed first" in checks_of(done)["journal"][1]
+    assert (folder / "journal.json").exists()
+    done = loop(folder, "--dry-run", "--build-loss", GRPO, "--journal", "other.json")
+    assert done.returncode == 0 and not (folder / "other.json").exists()
