@@ -376,7 +376,8 @@ class WhitneyClient:
                 )  # fmt: skip
             if asked - said > _PATIENCE_S:
                 said = asked
-                logger.warning("%s (seq_id %s) is %s for %.0f s", kind, seq_id, operation[Wire.STATUS], asked - started)
+                status = _shown(operation[Wire.STATUS])
+                logger.warning("%s (seq_id %s) is %s for %.0f s", kind, seq_id, status, asked - started)
             answer = self._poll(path, operation, kind, left, hold=hold)
             operation, hold = answer or operation, answer is not None or not hold
             held_s = time.monotonic() - asked
@@ -509,15 +510,18 @@ def _is_id(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_ID and value.isprintable()
 
 
-def _shown(value: object) -> str:
-    """What stands there, in few characters."""
-    return reprlib.repr(value)
+class _Short(reprlib.Repr):
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(redacted(x), level)  # before it is cut: a part of the key is not recognised
+
+
+_shown = _Short().repr  # what stands there, in few characters
 
 
 def _listed(names: Collection[object]) -> str:
     """What a service offers, which may be anything."""
-    shown = [name if isinstance(name, str) else _shown(name) for name in names]
-    return f"{', '.join(sorted(shown))[:_LONGEST_LISTING]}"
+    shown = [redacted(name) if _is_id(name) else _shown(name) for name in names]
+    return ", ".join(sorted(shown))[:_LONGEST_LISTING]
 
 
 def _is_finite(value: object) -> bool:

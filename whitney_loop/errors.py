@@ -24,9 +24,14 @@ def keep_out_of_errors(secret: str) -> None:
 
 
 def redacted(text: str) -> str:
-    """The text with ``[key]`` in place of every key that was given to a client."""
-    for secret in sorted(_secrets, key=len, reverse=True):  # one may be part of another
+    """The text with ``[key]`` in place of every key that was given to a client, and of the start of one at its end."""
+    secrets = sorted(_secrets, key=len, reverse=True)  # one may be part of another
+    for secret in secrets:
         text = text.replace(secret, "[key]")
+    for secret in secrets:  # what a network cut off may end within one
+        for length in range(len(secret) - 1, _SHORTEST_SECRET - 1, -1):
+            if text.endswith(secret[:length]):
+                return text[:-length] + "[key]"
     return text
 
 

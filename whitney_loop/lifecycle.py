@@ -121,7 +121,7 @@ def close_command(client: WhitneyClient, session_id: str) -> str:
     """The command that does the same from a shell."""
     words = ["python", "-m", "whitney_loop", "close", session_id, "--base-url", client.base_url]
     words += [] if client.ca_file is None else ["--ca-file", client.ca_file]
-    return redacted(shlex.join(words))
+    return shlex.join(map(redacted, words))  # before they are quoted: that takes a key apart
 
 
 def _finish(client: WhitneyClient, run_id: str) -> None:
