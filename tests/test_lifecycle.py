@@ -184,3 +184,11 @@ def test_the_close_command_cancels_what_runs_and_closes(service, client):
     command[4] = "ses-unknown"
     failed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert failed.returncode == 1 and failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("session_id", ["\udcff\udcfe", "", "ses-1\x1b[2J", "s" * 301])
+def test_the_close_command_refuses_what_is_no_id_in_one_line(session_id):
+    command = [sys.executable, "-m", "whitney_loop", "close", session_id, "--base-url", "http://127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: SESSION_ID is no id") and done.stderr.count("\n") == 1

@@ -272,6 +272,17 @@ def test_no_output_and_no_journal_of_the_loop_holds_a_key_that_the_service_echoe
     assert not parts_of_the_key_in(text)
 
 
+def test_the_close_command_shows_neither_the_key_nor_an_escape_that_a_service_lists_as_a_run(monkeypatch, capsys):
+    ids = [f"run-{KEY}", "run-1\x1b[2J", "run-1\nclosed", "r" * 301, ""]
+    listed = {"runs": [{"run_id": run_id, "status": "active"} for run_id in ids], "status": "open"}
+    script = [reply(listed), run("cancelled"), reply({"status": "closed"}), run("cancelled")]
+    monkeypatch.setenv("WHITNEY_API_KEY", KEY)
+    with ScriptedServer(*script) as server:
+        assert close_main(["close", f"ses-{KEY}", "--base-url", server.base_url]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("cancelled run run-[key]\nclosed session ses-[key]\n", "")
+
+
 # The embedded service
 
 

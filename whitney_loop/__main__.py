@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from whitney_loop.client import WhitneyClient
-from whitney_loop.errors import WhitneyError
+from whitney_loop.client import WhitneyClient, is_id
+from whitney_loop.errors import WhitneyError, redacted
 from whitney_loop.lifecycle import close_everything
 
 
@@ -19,17 +19,20 @@ def main(arguments: list[str] | None = None) -> int:
     close.add_argument("--base-url", help="default: WHITNEY_BASE_URL; the key always comes from WHITNEY_API_KEY")
     close.add_argument("--ca-file", metavar="FILE", help="certificates (PEM) to trust in place of the system's")
     options = parser.parse_args(arguments)
+    if not is_id(options.session_id):  # not shown: a terminal may not take it
+        print("error: SESSION_ID is no id: copy it again from where it was printed", file=sys.stderr)
+        return 2
     try:
         cancelled = close_everything(WhitneyClient(options.base_url, ca_file=options.ca_file), options.session_id)
     except WhitneyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"interrupted: session {options.session_id} may still be open", file=sys.stderr)
+        print(redacted(f"interrupted: session {options.session_id} may still be open"), file=sys.stderr)
         return 130
     for run_id in cancelled:
-        print(f"cancelled run {run_id}")
-    print(f"closed session {options.session_id}")
+        print(redacted(f"cancelled run {run_id}"))
+    print(redacted(f"closed session {options.session_id}"))
     return 0
 
 

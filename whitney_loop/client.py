@@ -431,7 +431,7 @@ class WhitneyClient:
         headers = {Wire.IDEMPOTENCY_KEY: key}
         answer = self._exchange("POST", path, _json(body, path).encode(), headers=headers, timeout_s=timeout_s)
         made = answer.get(id_field)
-        if not _is_id(made):
+        if not is_id(made):
             raise UnexpectedResponse(
                 f"{id_field} is {_shown(made)} in the answer, not an id",
                 outcome="unknown",
@@ -465,7 +465,7 @@ class WhitneyClient:
 def result_sampler_id(result: Mapping[str, Any]) -> str:
     """The ``sampler_id`` that ``save_weights_for_sampler`` gave; UnexpectedResponse where there is none."""
     sampler_id = result.get(Wire.SAMPLER_ID) if isinstance(result, Mapping) else None
-    if not _is_id(sampler_id):
+    if not is_id(sampler_id):
         raise UnexpectedResponse(
             f"save_weights_for_sampler: result.sampler_id is {_shown(sampler_id)}, expected an id",
             outcome="unknown",
@@ -505,7 +505,7 @@ def _is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str)
 
 
-def _is_id(value: object) -> TypeGuard[str]:
+def is_id(value: object) -> TypeGuard[str]:
     """Whether it can stand in a path and in a message."""
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_ID and value.isprintable()
 
@@ -520,7 +520,7 @@ _shown = _Short().repr  # what stands there, in few characters
 
 def _listed(names: Collection[object]) -> str:
     """What a service offers, which may be anything."""
-    shown = [redacted(name) if _is_id(name) else _shown(name) for name in names]
+    shown = [redacted(name) if is_id(name) else _shown(name) for name in names]
     return ", ".join(sorted(shown))[:_LONGEST_LISTING]
 
 
@@ -551,7 +551,7 @@ def _read_error(body: dict[str, Any]) -> dict[str, Any]:
 
 def _require_operation(answer: dict[str, Any], kind: str, seq_id: int, operation_id: str | None = None) -> None:
     """Raise UnexpectedResponse where this is no operation, or not the one that was asked about."""
-    for name, fits, what in ((Wire.OPERATION_ID, _is_id, "an id"), (Wire.STATUS, _is_text, "a string")):
+    for name, fits, what in ((Wire.OPERATION_ID, is_id, "an id"), (Wire.STATUS, _is_text, "a string")):
         if not fits(answer.get(name)):
             found = f"{name} is {_shown(answer.get(name))} in the answer, not {what}"
             raise UnexpectedResponse(f"{kind}: {found}", outcome="unknown", seq_id=seq_id)

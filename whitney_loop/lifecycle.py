@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from whitney_loop.client import WhitneyClient, Wire
+from whitney_loop.client import WhitneyClient, Wire, is_id
 from whitney_loop.errors import RequestRejected, WhitneyError, redacted
 
 logger = logging.getLogger("whitney_loop")
@@ -83,14 +83,15 @@ def lora_run(
 def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
     """Cancel what runs in a session, close it, and wait until its runs have ended; the ids of those that still ran.
 
-    A run that can not be cancelled stops nothing: closing cancels it too. Raises what closing and waiting raise.
+    A run that can not be cancelled stops nothing: closing cancels it too, and so it does one whose id is none. Raises
+    what closing and waiting raise.
     """
     runs = client.session(session_id).get(Wire.RUN_LIST)
     listed = [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
     open_runs = [
         run[Wire.RUN_ID]
         for run in listed
-        if isinstance(run.get(Wire.RUN_ID), str) and str(run.get(Wire.STATUS)) not in Wire.ENDED_RUN
+        if is_id(run.get(Wire.RUN_ID)) and str(run.get(Wire.STATUS)) not in Wire.ENDED_RUN
     ]
     for run_id in open_runs:
         try:
