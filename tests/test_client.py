@@ -43,6 +43,12 @@ def pauses(monkeypatch):
     return taken
 
 
+@pytest.fixture
+def gives_up_at_once(monkeypatch):
+    """At the first trouble there is no time left for the pause."""
+    monkeypatch.setattr(transport, "_backoff_s", lambda _: float("inf"))
+
+
 def client_of(server, **seconds):
     return WhitneyClient(server.base_url, KEY, **seconds)
 
@@ -107,11 +113,34 @@ def test_a_redirect_is_refused_and_the_key_goes_nowhere_else():
 
 
 @pytest.mark.parametrize("answered", [200, 400, 500])
-def test_a_body_that_was_cut_off_is_reported_with_its_status_and_first_bytes(answered):
+def test_a_body_that_was_cut_off_is_reported_with_its_status_and_first_bytes(answered, gives_up_at_once):
     cut = reply('{"error": {"co', answered, declared_length=100)
     with ScriptedServer(cut) as server, pytest.raises(WhitneyError) as caught:
-        client_of(server, submit_timeout_s=0).capabilities()
+        client_of(server).capabilities()
     assert caught.value.status == answered and '{"error": {"co' in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("status", [100, 102, 103, 199])
+def test_an_interim_answer_is_passed_over(status, count):
+    interim = f"HTTP/1.1 {status} Wait\r\nLink: </x>\r\nContent-Length: 7\r\n\r\n".encode() * count
+    with ScriptedServer(run(), interim + operation()) as server:
+        assert step(client_of(server)) == {"answer": 42}
+    assert len(server.requests) == 2
+
+
+def test_interim_answers_without_end_are_trouble_with_an_unknown_outcome(gives_up_at_once):
+    with ScriptedServer(run(), b"HTTP/1.1 103 Early Hints\r\n\r\n" * 200) as server:
+        with pytest.raises(ServiceUnavailable, match="more than 100 interim answers") as caught:
+            step(client_of(server))
+    assert caught.value.outcome == "unknown"
+
+
+@pytest.mark.parametrize("answered", [101, 200, 201, 204, 299])
+def test_no_answer_below_300_is_a_refusal(answered, gives_up_at_once):
+    with ScriptedServer(run(), reply("", answered)) as server, pytest.raises(WhitneyError) as caught:
+        step(client_of(server))
+    assert caught.value.outcome == "unknown" and caught.value.status == answered
 
 
 def test_a_page_in_place_of_the_api_is_reported_at_once_with_its_first_bytes():
@@ -552,9 +581,9 @@ def test_no_error_holds_a_key_that_an_operation_echoes(answer):
     assert KEY not in f"{caught.value}{caught.value!r}{caught.value.__dict__}"
 
 
-def test_no_printed_traceback_holds_a_key_that_stands_in_place_of_http():
+def test_no_printed_traceback_holds_a_key_that_stands_in_place_of_http(gives_up_at_once):
     with ScriptedServer(f"Authorization: Bearer {KEY}\r\n\r\n".encode()) as server:
-        client = client_of(server, submit_timeout_s=0)
+        client = client_of(server)
         with pytest.raises(ServiceUnavailable) as caught:
             client.capabilities()
     assert KEY not in "".join(traceback.format_exception(caught.value))

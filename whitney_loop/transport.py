@@ -46,6 +46,7 @@ _LONGEST_BACKOFF_S = 20.0
 TIMEOUT = "timeout"  # of a read
 _LARGEST_BODY = 256 * 2**20  # bytes; logprobs of 1,000 completions of 10,000 tokens fit
 _CHUNK = 64 * 2**10
+_MOST_INTERIM_ANSWERS = 100  # before the answer itself; a service has use for one or two
 _SHOWN_BYTES = 200  # of a body that is no JSON of the contract
 
 
@@ -169,7 +170,9 @@ class Transport:
                 retry_after=_retry_after_s(answer.headers.get("Retry-After")),
                 about=about,
             )
-        if 300 <= status < 400:
+        if status < 300:  # 101, for which nobody asked
+            return UnexpectedResponse(f"the service answered {status}: {said}", outcome="unknown", **about, **facts)
+        if status < 400:
             said = "a redirect, which is refused: it could carry the key elsewhere. Give the final base URL"
         if status >= 500:
             return ServiceUnavailable(f"the service answered {status}: {said}", outcome="unknown", **about, **facts)
@@ -269,6 +272,14 @@ class _TimedResponse(http.client.HTTPResponse):
 
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(cast(socket.socket, _TimedReads(sock)), *arguments, **options)
+
+    def begin(self, *arguments: Any, **options: Any) -> None:
+        for _ in range(_MOST_INTERIM_ANSWERS):
+            super().begin(*arguments, **options)
+            if not 100 <= self.status < 200 or self.status == http.client.SWITCHING_PROTOCOLS:
+                return
+            self.headers = cast(Any, None)  # so that it begins again: http.client itself passes over 100 alone
+        raise http.client.HTTPException(f"more than {_MOST_INTERIM_ANSWERS} interim answers")
 
 
 class _TimedHTTPConnection(http.client.HTTPConnection):
