@@ -162,6 +162,11 @@ def pause_after(retry_after, pauses):
     return pauses[0]
 
 
+def test_a_retry_after_shorter_than_the_pause_does_not_shorten_it(pauses, monkeypatch):
+    monkeypatch.setattr(transport, "_backoff_s", lambda _: 0.4)
+    assert pause_after("0.0001", pauses) == 0.4
+
+
 @pytest.mark.parametrize("value", ["7", "1.5"])
 def test_retry_after_is_honoured_in_seconds(value, pauses):
     assert pause_after(value, pauses) == float(value)

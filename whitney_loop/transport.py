@@ -194,9 +194,10 @@ class Transport:
 
     def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any], outcome: Outcome) -> None:
         left = deadline - time.monotonic()
-        pause = trouble.retry_after or _backoff_s(facts["attempts"])
+        asked_s = trouble.retry_after or 0
+        pause = max(asked_s, _backoff_s(facts["attempts"]))
         if pause >= left:
-            asked = f"; it asks to wait {pause:.0f} s, and {max(left, 0):.0f} s are left" if trouble.retry_after else ""
+            asked = f"; it asks to wait {asked_s:.0f} s, and {max(left, 0):.0f} s are left" if asked_s else ""
             raise ServiceUnavailable(
                 f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}",
                 outcome=outcome, retryable=True, **trouble.about, **facts,
