@@ -1,6 +1,8 @@
 """The client against a service that misbehaves as a script says, over real connections."""
 
+import contextlib
 import email.utils
+import json
 import logging
 import os
 import pickle
@@ -110,6 +112,28 @@ def test_a_redirect_is_refused_and_the_key_goes_nowhere_else():
         with ScriptedServer(run(), moved) as server, pytest.raises(RequestRejected, match="redirect"):
             step(client_of(server))
     assert elsewhere.requests == []
+
+
+# Some Pythons read any integer, and later ones nest deeper.
+BEYOND_PYTHON = [b'{"x": ' + b"9" * 5000 + b"}", b'{"x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"]
+
+
+@pytest.mark.parametrize("body", BEYOND_PYTHON, ids=["digits", "nesting"])
+def test_json_that_python_can_not_read_is_reported_at_once(body):
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(body)
+        pytest.skip("this Python reads it")
+    with ScriptedServer(run(), reply(body)) as server, pytest.raises(UnexpectedResponse) as caught:
+        step(client_of(server))
+    assert "JSON that Python can not read: " in str(caught.value)
+    assert (caught.value.outcome, caught.value.attempts, caught.value.status) == ("unknown", 1, 200)
+
+
+@pytest.mark.parametrize("body", BEYOND_PYTHON, ids=["digits", "nesting"])
+def test_a_refusal_in_json_that_python_can_not_read_is_a_refusal(body):
+    with ScriptedServer(run(), reply(body, 422)) as server, pytest.raises(RequestRejected) as caught:
+        step(client_of(server))
+    assert (caught.value.outcome, caught.value.status) == ("rejected", 422)
 
 
 @pytest.mark.parametrize("answered", [200, 400, 500])

@@ -140,7 +140,13 @@ class Transport:
             raise self._connection_trouble(error, facts) from None
 
     def _parsed(self, raw: bytes, status: int, facts: dict[str, Any]) -> dict[str, Any]:
-        parsed = _json_object(raw)
+        try:
+            parsed = _json_object(raw)
+        except (ValueError, RecursionError) as error:
+            raise UnexpectedResponse(
+                f"the service answered {status} with JSON that Python can not read: {error}",
+                outcome="unknown", status=status, **facts,
+            ) from None  # fmt: skip
         if parsed is not None:
             return parsed
         message = f"answered {status} with a body that is no JSON object: {_shown(raw)}"
@@ -157,7 +163,10 @@ class Transport:
             raw = _read(cast(http.client.HTTPResponse, answer.fp), facts)
         except OSError:
             raw = b""  # it did not come in time; the status alone says what to do
-        about = {"message": None, "code": None, "request_id": None, **self._read_error(_json_object(raw) or {})}
+        body = None
+        with contextlib.suppress(ValueError, RecursionError):  # shown as it is, like what is no JSON
+            body = _json_object(raw)
+        about = {"message": None, "code": None, "request_id": None, **self._read_error(body or {})}
         message = about.pop("message")
         said = message if isinstance(message, str) else f"no JSON error: {_shown(raw)}"
         about["status"] = status
@@ -353,9 +362,10 @@ def _shown(raw: bytes) -> str:
 
 
 def _json_object(raw: bytes) -> dict[str, Any] | None:
+    """The object; None for anything else, ValueError or RecursionError for JSON beyond Python's limits."""
     try:
         parsed = json.loads(raw)
-    except (ValueError, RecursionError):
+    except (json.JSONDecodeError, UnicodeDecodeError):
         return None
     return parsed if isinstance(parsed, dict) else None
 
