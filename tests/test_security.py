@@ -10,12 +10,14 @@ import urllib.parse
 
 import pytest
 
+import scripted_server
 from loop_in_process import left_open
 from scripted_server import ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
 from tls import Authority, ConnectProxy, TLSServer, needs_openssl
 from whitney_loop import (
     ConfigurationError,
     RequestRejected,
+    ServiceUnavailable,
     UnexpectedResponse,
     WhitneyClient,
     WhitneyError,
@@ -29,6 +31,12 @@ from whitney_loop.local import serve
 
 # With what is escaped in a repr, in JSON and in a path; longer than what of a value is shown.
 KEY = "k'\"\\/%-QpZ8vR3nTq7YwXb2LfKd9HsJm4CgUe6A-xN5rVzW1tBoPiSyEuDh"
+
+
+@pytest.fixture
+def gives_up_at_once(monkeypatch):
+    """At the first trouble there is no time left for the pause."""
+    monkeypatch.setattr(transport, "_backoff_s", lambda _: float("inf"))
 
 
 # TLS
@@ -114,6 +122,43 @@ def test_a_proxy_of_the_environment_gets_connect_and_never_the_key(authority, mo
     assert proxy.heard[0].startswith(f"CONNECT whitney.test:{server.port} ".encode())
     assert KEY.encode() not in b"".join(proxy.heard) and b"uthorization" not in b"".join(proxy.heard)
     assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
+
+
+def test_a_failed_handshake_is_reported_as_not_sent(gives_up_at_once, monkeypatch):
+    monkeypatch.setattr(scripted_server, "_read_request", lambda connection: connection.recv(65536))  # no HTTP
+    with ScriptedServer(reply("", 400)) as server:
+        client = WhitneyClient(server.base_url.replace("http:", "https:"), KEY)
+        with pytest.raises(ServiceUnavailable, match="SSLError") as caught:
+            client.create_session("modal")
+    assert caught.value.outcome == "not_sent" and len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HTTP/1.1 407 Who are you\r\n\r\n", "Tunnel connection failed: 407"),
+        (b"nonsense\r\n\r\n", "BadStatusLine"),
+        (b"", "RemoteDisconnected"),
+    ],
+)
+def test_a_request_that_a_proxy_does_not_take_onward_is_reported_as_not_sent(
+    gives_up_at_once, monkeypatch, answer, message
+):
+    with ScriptedServer(answer) as proxy:
+        monkeypatch.setenv("https_proxy", proxy.base_url)
+        with pytest.raises(ServiceUnavailable, match=message) as caught:
+            WhitneyClient("https://whitney.test", KEY).create_session("modal")
+    assert caught.value.outcome == "not_sent"
+    assert [request.method for request in proxy.requests] == ["CONNECT"]
+
+
+@needs_openssl
+def test_a_request_that_was_sent_within_tls_and_not_answered_may_have_arrived(authority, gives_up_at_once):
+    with TLSServer(authority.certificate("DNS:localhost"), drop) as server:
+        client = WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file)
+        with pytest.raises(ServiceUnavailable) as caught:
+            client.create_session("modal")
+    assert caught.value.outcome == "unknown" and len(server.requests) == 1
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "all_proxy", "HTTPS_PROXY", "ALL_PROXY"])

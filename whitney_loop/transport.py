@@ -20,6 +20,7 @@ import re
 import socket
 import ssl
 import time
+import traceback
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -198,7 +199,7 @@ class Transport:
                 outcome="not_sent",
                 **facts,
             )
-        never_left = isinstance(cause, (ConnectionRefusedError, socket.gaierror))
+        never_left = getattr(cause, "_whitney_while_connecting", False)
         return _Trouble(name, may_have_arrived=not never_left, what=TIMEOUT if isinstance(error, TimeoutError) else "")
 
     def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any], outcome: Outcome) -> None:
@@ -295,9 +296,18 @@ class _TimedResponse(http.client.HTTPResponse):
 class _TimedHTTPConnection(http.client.HTTPConnection):
     response_class = _TimedResponse
 
+    def connect(self) -> None:
+        try:
+            super().connect()
+        except Exception as error:
+            # The address, the proxy's CONNECT, the handshake: nothing of the request is sent before all of it is done.
+            error.__dict__["_whitney_while_connecting"] = True
+            traceback.clear_frames(error.__traceback__)  # closes a proxy's refusal, which Python 3.10 leaves open
+            raise
 
-class _TimedHTTPSConnection(http.client.HTTPSConnection):
-    response_class = _TimedResponse
+
+class _TimedHTTPSConnection(_TimedHTTPConnection, http.client.HTTPSConnection):
+    pass
 
 
 class _TimedHTTPHandler(urllib.request.HTTPHandler):
