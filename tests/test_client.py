@@ -438,6 +438,7 @@ def test_a_run_that_does_not_end_in_time_is_reported():
         (operation(status=None), "optim_step: status is None"),
         (operation(seq_id=9), "optim_step: seq_id is 9 in the answer, expected 1"),
         (operation(seq_id=True), "seq_id is True"),
+        (operation(run_id="run-2"), "optim_step: run_id is 'run-2' in the answer, expected 'run-1'"),
         (operation(kind="sample"), "kind is 'sample' in the answer, expected 'optim_step'"),
         (operation(result="done"), "optim_step: result is 'done', expected an object"),
         (operation("failed", error="oh"), "optim_step failed: the service gives no reason"),
@@ -448,11 +449,17 @@ def test_an_answer_of_the_wrong_shape_names_the_operation_and_the_field(answer, 
         step(client_of(server))
 
 
-def test_a_poll_that_answers_for_another_operation_is_not_believed():
-    other = operation(operation_id="op-2")
-    with ScriptedServer(run(), operation("queued"), other) as server:
-        with pytest.raises(UnexpectedResponse, match="operation_id is 'op-2' in the answer, expected 'op-1'"):
+@pytest.mark.parametrize(("field", "other", "own"), [("operation_id", "op-2", "op-1"), ("run_id", "run-2", "run-1")])
+def test_a_poll_that_answers_for_another_operation_is_not_believed(field, other, own):
+    with ScriptedServer(run(), operation("queued"), operation(**{field: other})) as server:
+        with pytest.raises(UnexpectedResponse, match=f"{field} is '{other}' in the answer, expected '{own}'"):
             step(client_of(server))
+
+
+def test_an_operation_that_does_not_name_its_run_is_taken_for_the_run_s_own():
+    answer = {"operation_id": "op-1", "status": "succeeded", "result": {"answer": 42}}
+    with ScriptedServer(run(), reply(answer)) as server:
+        assert step(client_of(server)) == {"answer": 42}
 
 
 def test_a_run_without_a_usable_next_seq_id_is_reported():

@@ -240,6 +240,7 @@ def echoes():
     yield operation(operation_id=KEY, status="failed", error={"code": KEY, "message": KEY})
     yield operation(result=KEY)
     yield operation(kind=KEY)
+    yield operation(run_id=KEY)
     yield operation(status=[KEY])
     yield operation(status=KEY, operation_id=KEY)
     yield from (drop, reset_after(b"HTTP/1.1 200 OK\r\n"), stall, drip(b"HTTP/1.1 200 OK\r\n\r\n"))

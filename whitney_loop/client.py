@@ -335,7 +335,7 @@ class WhitneyClient:
             body = f'{head[:-1]}, "{Wire.PAYLOAD}": {serialised}}}'.encode()
             try:
                 answer = self._exchange("POST", path, body, seq_id=seq_id)
-                _require_operation(answer, kind, seq_id)
+                _require_operation(answer, run_id, kind, seq_id)
                 order.next_seq_id = seq_id + 1
             except BaseException as error:
                 order.broken = _why_broken(error, kind, seq_id)
@@ -378,7 +378,7 @@ class WhitneyClient:
                 said = asked
                 status = _shown(operation[Wire.STATUS])
                 logger.warning("%s (seq_id %s) is %s for %.0f s", kind, seq_id, status, asked - started)
-            answer = self._poll(path, operation, kind, left, hold=hold)
+            answer = self._poll(path, operation, pending, left, hold=hold)
             operation, hold = answer or operation, answer is not None or not hold
             held_s = time.monotonic() - asked
             if operation[Wire.STATUS] not in Wire.ENDED_OPERATION and held_s < min(left, _LONG_POLL_S) / 2:
@@ -389,21 +389,20 @@ class WhitneyClient:
         return operation
 
     def _poll(
-        self, path: str, operation: dict[str, Any], kind: str, left: float, *, hold: bool
+        self, path: str, operation: dict[str, Any], pending: PendingOperation, left: float, *, hold: bool
     ) -> dict[str, Any] | None:
         """The operation as it is, with ``hold`` after at most ``_LONG_POLL_S``; None where the answer is none yet."""
         wait = Wire.WAIT.format(seconds=max(1, int(min(left, _LONG_POLL_S))) if hold else 0)
-        seq_id = operation[Wire.SEQ_ID]
         try:
             answer = self._transport.exchange(
                 "GET",
                 path + wait,
                 budget_s=min(left, self.submit_timeout_s),
-                seq_id=seq_id,
+                seq_id=pending.seq_id,
                 nothing_yet=_NOTHING_YET_HELD if hold else _NOTHING_YET,
             )
             if answer is not None:
-                _require_operation(answer, kind, seq_id, operation[Wire.OPERATION_ID])
+                _require_operation(answer, pending.run_id, pending.kind, pending.seq_id, operation[Wire.OPERATION_ID])
         except WhitneyError as error:
             error.outcome = "unknown"  # the operation was accepted: what is refused here is only its result
             raise
@@ -549,13 +548,20 @@ def _read_error(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _require_operation(answer: dict[str, Any], kind: str, seq_id: int, operation_id: str | None = None) -> None:
+def _require_operation(
+    answer: dict[str, Any], run_id: str, kind: str, seq_id: int, operation_id: str | None = None
+) -> None:
     """Raise UnexpectedResponse where this is no operation, or not the one that was asked about."""
     for name, fits, what in ((Wire.OPERATION_ID, is_id, "an id"), (Wire.STATUS, _is_text, "a string")):
         if not fits(answer.get(name)):
             found = f"{name} is {_shown(answer.get(name))} in the answer, not {what}"
             raise UnexpectedResponse(f"{kind}: {found}", outcome="unknown", seq_id=seq_id)
-    expected = {Wire.SEQ_ID: seq_id, Wire.KIND: kind, Wire.OPERATION_ID: operation_id or answer[Wire.OPERATION_ID]}
+    expected = {
+        Wire.RUN_ID: run_id,
+        Wire.SEQ_ID: seq_id,
+        Wire.KIND: kind,
+        Wire.OPERATION_ID: operation_id or answer[Wire.OPERATION_ID],
+    }
     for name, value in expected.items():
         found = answer.setdefault(name, value)
         if type(found) is not type(value) or found != value:
