@@ -32,6 +32,7 @@ from whitney_loop import (
     training_session,
     transport,
 )
+from whitney_loop import client as client_module
 from whitney_loop.local import serve
 
 KEY = "key-that-no-one-may-see"
@@ -424,6 +425,45 @@ def test_a_run_status_that_is_not_known_is_not_terminal(pauses):
 def test_a_run_that_does_not_end_in_time_is_reported():
     with ScriptedServer(run("cancelling")) as server, pytest.raises(OperationTimeout, match="'cancelling' after 0 s"):
         client_of(server).wait_until_terminal("run-1", timeout_s=0)
+
+
+CLOSED = reply({"session_id": "ses-1", "status": "closed"})
+
+
+@pytest.mark.parametrize("answer", [{"status": "open"}, {"status": "closing"}, {"status": ["closed"]}, {}])
+def test_a_session_is_closed_once_it_says_so_and_is_polled_until_then(answer, pauses):
+    with ScriptedServer(*[reply(answer)] * 5, CLOSED) as server:
+        client = client_of(server)
+        assert client.close_session("ses-1")["status"] == "closed"
+    assert [(request.method, request.path.rpartition("/")[2]) for request in server.requests] == [
+        ("POST", "close"), *[("GET", "ses-1")] * 5,
+    ]  # fmt: skip
+    assert pauses == [0.02 * 2**k for k in range(5)] and client.closed_sessions == {"ses-1"}
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_session_that_is_gone_after_its_close_is_closed(status, pauses):
+    with ScriptedServer(reply({}), refusal(status, "gone")) as server:
+        client = client_of(server)
+        client.close_session("ses-1")
+    assert client.closed_sessions == {"ses-1"}
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ([refusal(404, "gone")], RequestRejected),
+        ([reply({}), refusal(403, "no")], RequestRejected),
+        ([reply({"status": "open"})], OperationTimeout),
+    ],
+)
+def test_a_session_of_which_it_is_not_known_that_it_is_closed_does_not_count_as_closed(script, error, monkeypatch):
+    monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", 0 if len(script) > 1 else 1000)
+    with ScriptedServer(*script) as server:
+        client = client_of(server)
+        with pytest.raises(error):
+            client.close_session("ses-1")
+    assert client.closed_sessions == set()
 
 
 # Answers of the wrong shape

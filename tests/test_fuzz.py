@@ -258,7 +258,7 @@ class Mutating(BaseHTTPRequestHandler):
                 {"tokens": [1, 2], "logprobs": [-1.0, -2.0], "stop_reason": "stop"}]}  # fmt: skip
             return {"operation_id": "op-1", "run_id": "run-1", "kind": body.get("kind", "sample"), "seq_id":
                     body.get("seq_id", 1), "status": "succeeded", "result": result, "error": None}  # fmt: skip
-        status = "cancelled" if path[-1] in ("cancel", "run-1") else "open"
+        status = {"cancel": "cancelled", "run-1": "cancelled", "close": "closed"}.get(path[-1], "open")
         run = {"run_id": "run-1", "session_id": "ses-1", "status": status, "next_seq_id": 1}
         return run | {"provider": "modal", "runs": [run]}
 
@@ -290,7 +290,7 @@ def use(client):
 
 FIELDS = ("session_id", "run_id", "operation_id", "next_seq_id", "status", "result", "sampler_id", "sequences",
           "kind", "seq_id", "providers", "operations", "provider", "no JSON object", "refused", "run run-1",
-          "not ended", "no usable answer", "not offer", "sampled_")  # fmt: skip
+          "not cancelled or", "not closed", "no usable answer", "not offer", "sampled_")  # fmt: skip
 
 
 @pytest.mark.long

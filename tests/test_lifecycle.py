@@ -5,18 +5,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from scripted_server import ScriptedServer, refusal, reply, run, stall
 from whitney_loop import (
     OperationFailed,
+    OperationTimeout,
     RequestRejected,
     ServiceUnavailable,
     WhitneyClient,
     lora_run,
     training_session,
 )
+from whitney_loop.__main__ import main
 from whitney_loop.lifecycle import close_everything
 from whitney_loop.local import serve
 
@@ -98,7 +101,7 @@ def test_a_clean_up_that_fails_is_logged_with_the_command_and_hides_nothing(capl
 def test_a_finish_that_fails_is_the_error_and_the_run_is_cancelled():
     script = [
         reply({"session_id": "ses-1"}), reply({"run_id": "run-1"}), refusal(409, "run_not_active"), run("failed"),
-        run("failed"), run("failed"), reply({"session_id": "ses-1"}),
+        run("failed"), run("failed"), reply({"session_id": "ses-1", "status": "closed"}),
     ]  # fmt: skip
     with ScriptedServer(*script) as server, pytest.raises(RequestRejected, match="run_not_active"):
         client = WhitneyClient(server.base_url)
@@ -157,12 +160,53 @@ def test_a_run_that_can_not_be_cancelled_does_not_keep_the_session_open():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("status", [404, 410])
+def test_runs_that_are_gone_with_their_session_have_ended(status):
+    runs = [{"run_id": "run-1", "status": "active"}]
+    gone = refusal(status, "gone")
+    with ScriptedServer(reply({"runs": runs}), run("cancelling"), reply({}), gone, gone) as server:
+        client = WhitneyClient(server.base_url)
+        assert close_everything(client, "ses-1") == ["run-1"]
+    assert client.closed_sessions == {"ses-1"}
+
+
+@pytest.fixture
+def hours(monkeypatch):
+    """Pauses take no time, and the clock goes on as if they had."""
+    monotonic, paused = time.monotonic, []
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(paused))
+    monkeypatch.setattr(time, "sleep", paused.append)
+
+
+STILL_OPEN = [reply({"session_id": "ses-1", "status": "open"})] * 300  # more than is asked for in twice 300 s
+
+
+def test_a_session_that_does_not_become_closed_is_said_to_be_open_with_the_command(hours, caplog):
+    with ScriptedServer(*STILL_OPEN) as server:
+        client = WhitneyClient(server.base_url)
+        with pytest.raises(OperationTimeout, match="session ses-1 is 'open' after 300 s, not closed") as caught:
+            with training_session(client, provider="modal"):
+                pass
+    command = f"python -m whitney_loop close ses-1 --base-url {server.base_url}"
+    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "may still be open: session ses-1" in error and command in error and "not closed" in error
+    assert caught.value.outcome == "unknown" and client.closed_sessions == set()
+
+
+def test_the_close_command_fails_where_the_session_does_not_become_closed(hours, capsys):
+    with ScriptedServer(*STILL_OPEN) as server:
+        assert main(["close", "ses-1", "--base-url", server.base_url]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert shown.err.startswith("error: session ses-1 is 'open' after 300 s, not closed")
+
+
 def test_an_interrupt_during_clean_up_stops_the_waiting_and_tries_the_close_once(caplog):
     def interrupt(connection):
         os.kill(os.getpid(), signal.SIGINT)
         stall(connection)
 
-    script = [reply({"session_id": "ses-1"}), reply({"run_id": "run-1"}), interrupt, reply({"session_id": "ses-1"})]
+    script = [reply({"session_id": "ses-1"}), reply({"run_id": "run-1"}), interrupt, reply({"status": "closed"})]
     with ScriptedServer(*script) as server, pytest.raises(ZeroDivisionError):
         client = WhitneyClient(server.base_url)
         with training_session(client, provider="modal") as session_id, lora_run(client, session_id, model="m"):

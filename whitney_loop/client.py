@@ -25,6 +25,7 @@ from whitney_loop.errors import (
     ConfigurationError,
     OperationFailed,
     OperationTimeout,
+    RequestRejected,
     RunBroken,
     UnexpectedResponse,
     WhitneyError,
@@ -86,9 +87,11 @@ class Wire:
     SUCCEEDED = "succeeded"
     ENDED_OPERATION = frozenset({"succeeded", "failed", "cancelled"})
     ENDED_RUN = frozenset({"finished", "cancelled", "failed"})
+    ENDED_SESSION = frozenset({"closed"})
     CANCELLED_RUN = frozenset({"cancelling", "cancelled"})
     RUN_NOT_ACTIVE = "run_not_active"
     ORDER_LOST = frozenset({"seq_conflict", "seq_gap"})
+    GONE = frozenset({404, 410})  # HTTP: what was closed, and is forgotten since
 
 
 _LONG_POLL_S = 20  # below the idle limits of common proxies (60 s)
@@ -143,7 +146,7 @@ class WhitneyClient:
     accepted, retries included, ``exchange_timeout_s`` for one attempt. TLS is always verified; ``ca_file`` (PEM) names
     whom to trust in place of the system's authorities. Raises ConfigurationError where the URL, the key or
     the file can not be used. ``accepted`` counts the operations that the service took, by kind; ``closed_sessions`` are
-    the ids of those that it was asked to close, and did.
+    the ids of those that it was asked to close, and that are closed.
     """
 
     def __init__(
@@ -250,27 +253,43 @@ class WhitneyClient:
         return self._post(_path(Wire.CANCEL_RUN, run_id=run_id), timeout_s)
 
     def close_session(self, session_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Close a session; what still runs in it is cancelled. May be asked again."""
-        closed = self._post(_path(Wire.CLOSE_SESSION, session_id=session_id), timeout_s)
+        """Close a session, and poll until it is closed or gone; what still runs in it is cancelled. May be asked again.
+
+        OperationTimeout where it is not closed after ``timeout_s``, polls included.
+        """
+        timeout_s = self.submit_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        session = self._post(_path(Wire.CLOSE_SESSION, session_id=session_id), timeout_s)
+        path = _path(Wire.SESSION, session_id=session_id)
+        try:
+            session = self._until(Wire.ENDED_SESSION, f"session {session_id}", path, session, deadline, timeout_s)
+        except RequestRejected as error:
+            if error.status not in Wire.GONE:
+                raise
         self.closed_sessions.add(session_id)
-        return closed
+        return session
 
     def wait_until_terminal(self, run_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Poll until the run has ended (finished, cancelled or failed); OperationTimeout after ``timeout_s``."""
         timeout_s = self.operation_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
+        path = _path(Wire.RUN, run_id=run_id)
+        return self._until(Wire.ENDED_RUN, f"run {run_id}", path, self._get(path), deadline, timeout_s)
+
+    def _until(
+        self, statuses: Collection[str], what: str, path: str, state: dict[str, Any], deadline: float, timeout_s: float
+    ) -> dict[str, Any]:
+        """The state of a run or a session, which was ``state``, once its status is one of these."""
         pause = _FIRST_PAUSE_S
-        while True:
-            run = self.run(run_id)
-            if str(run.get(Wire.STATUS)) in Wire.ENDED_RUN:  # str: what is no status may not even be hashable
-                return run
+        while str(state.get(Wire.STATUS)) not in statuses:  # str: what is no status may not even be hashable
             if time.monotonic() + pause > deadline:
-                raise OperationTimeout(
-                    f"run {run_id} is {_shown(run.get(Wire.STATUS))} after {timeout_s:.0f} s, not ended",
-                    outcome="unknown",
-                )
+                found, expected = _shown(state.get(Wire.STATUS)), " or ".join(sorted(statuses))
+                raise OperationTimeout(f"{what} is {found} after {timeout_s:.0f} s, not {expected}", outcome="unknown")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+            left = deadline - time.monotonic()
+            state = self._exchange("GET", path, None, timeout_s=min(left, self.submit_timeout_s))
+        return state
 
     # Operations
 

@@ -100,7 +100,11 @@ def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
             logger.error("run %s could not be cancelled: %s", redacted(run_id), error)
     client.close_session(session_id)
     for run_id in open_runs:
-        client.wait_until_terminal(run_id, timeout_s=client.submit_timeout_s)
+        try:
+            client.wait_until_terminal(run_id, timeout_s=client.submit_timeout_s)
+        except RequestRejected as error:
+            if error.status not in Wire.GONE:
+                raise
     return open_runs
 
 
