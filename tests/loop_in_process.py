@@ -14,7 +14,7 @@ from whitney_loop.local.service import Run, Service
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-# The reward hangs on every token and on the cycle: it never saturates, so every cycle makes a step.
+# The reward hangs on every token, on the cycle and on the place: no group is uniform, so every cycle makes a step.
 NEVER_SATURATES = """
 import shutil, signal, zlib
 from whitney_loop import forward_backward_payload, group_mean_advantages, lora_run, rl_datum
@@ -41,7 +41,10 @@ def copies_the_journal(sample, cycle, request, ctx):
 
 def build_loss(sample, cycle, request, ctx):
     sequences = sample["sequences"]
-    rewards = [zlib.crc32(bytes(token % 256 for token in s["tokens"]) + bytes([cycle])) % 97 for s in sequences]
+    rewards = [
+        2 * (zlib.crc32(bytes(token % 256 for token in s["tokens"]) + bytes([cycle])) % 97) + place
+        for place, s in enumerate(sequences)
+    ]
     data = [
         rl_datum(request["prompt"]["token_ids"], s["tokens"], s["logprobs"], advantage)
         for s, advantage in zip(sequences, group_mean_advantages(rewards, normalize_std=True))

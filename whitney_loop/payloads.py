@@ -235,7 +235,12 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
         )
     shape = value["shape"]
     if not isinstance(shape, list) or [type(size) for size in shape] != [int] or shape != [length]:
-        raise ValueError(f"{where}.shape is {reprlib.repr(shape)}, expected [{length}]")
+        shown = (
+            f"[{', '.join(map(_show, shape[:3]))}{', …' * (len(shape) > 3)}]"
+            if isinstance(shape, list)
+            else _show(shape)
+        )
+        raise ValueError(f"{where}.shape is {shown}, expected [{length}]")
     if dtype == "int64":
         _check_token_ids(numbers, f"{where}.values")
         return
