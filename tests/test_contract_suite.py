@@ -44,12 +44,12 @@ def command(base_url, selection, *options):
 
 
 def run(base_url, selection, *options):
-    """The exit code and the output, in which there is never the key."""
+    """The exit code and the output, in which there is never the key, nor half of it."""
     done = subprocess.run(
         command(base_url, selection, *options), cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     output = done.stdout + done.stderr
-    assert KEY not in output
+    assert KEY[: len(KEY) // 2] not in output
     assert "Traceback" not in output
     return done.returncode, output
 
@@ -117,6 +117,7 @@ def test_where_nothing_can_be_asked_one_sentence_says_why():
         ("https://user:word@whitney.invalid", KEY, "the key has its own option"),
         ("whitney.invalid", KEY, "expected https://HOST"),
         ("https://whitney.invalid", None, "needs --contract-key"),
+        ("https://whitney.invalid", "a key\nof two lines", "holds what no header takes"),
     ],
 )
 def test_a_url_that_could_carry_the_key_astray_is_refused(url, key, sentence):
@@ -160,6 +161,54 @@ def test_the_key_is_in_no_traceback_either(base_url, monkeypatch):
     assert code == 1
     assert "test_transport.py" in output
     assert "[ours] transport: the key is sent as a bearer token expected 401, found 200" in text_of(output)
+
+
+def echo(monkeypatch, verbs, words="", form="{}"):
+    """Refuse what has one of the verbs with the key that it came with, each character of it in a form."""
+
+    def refuse(handler, status, body):
+        if handler.command not in verbs:
+            answer(handler, status, body)
+            return
+        key = handler.headers["Authorization"].removeprefix("Bearer ")
+        echoed = "".join(form.format(letter, ord(letter)) for letter in key)
+        content = f'{{"error": {{"code": "unauthorized", "message": "{words}{echoed}"}}}}'.encode()
+        handler.send_response(401)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    answer = Handler._answer
+    monkeypatch.setattr(Handler, "_answer", refuse)
+
+
+def test_the_key_that_a_deployment_echoes_is_not_in_the_sentence_that_ends_the_tests(base_url, monkeypatch):
+    echo(monkeypatch, ("GET", "POST"))
+    code, output = run(base_url, "test_3")
+    assert code == 2
+    assert "no deployment that can be asked: expected success, found 401 unauthorized: (key)" in output
+
+
+@pytest.mark.parametrize("form", ["{}", "\\u{1:04x}", "%{1:02X}"], ids=["plain", "JSON", "percent"])
+@pytest.mark.parametrize("words", ["", 135 * "x"], ids=["whole", "cut"])  # 160 characters of an answer are shown
+def test_the_key_that_a_deployment_echoes_is_in_no_row_and_no_local_variable(base_url, monkeypatch, form, words):
+    echo(monkeypatch, ("POST",), words, form)
+    code, output = run(base_url, "session_is_open", "--tb=long", "--showlocals")
+    assert code == 1
+    assert "raw=b" in output
+    assert f"found 401 unauthorized: {words}(key)" in re.sub(r"(?<=x) (?=[x(])", "", text_of(output))
+
+
+@pytest.mark.parametrize("word", ["", "no status line, but "])
+def test_the_key_in_what_is_no_http_is_shown_nowhere(base_url, monkeypatch, word):
+    def echo(handler, *_):
+        handler.wfile.write(f"{word}{handler.headers['Authorization']}\r\n".encode())
+        handler.close_connection = True
+
+    monkeypatch.setattr(Handler, "_answer", echo)
+    code, output = run(base_url, "test_3", "--tb=long", "--showlocals", "--full-trace")
+    assert code == 2
+    assert "GET capabilities: no answer" in output
 
 
 # Nothing is left open

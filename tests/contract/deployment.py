@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import ipaddress
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -43,6 +45,7 @@ _BUSY = (429, 502, 503, 504)  # asked again, as a client would: to be busy is no
 _PAUSES_S = (1.0, 4.0, 10.0, 30.0)
 _SILENCES = 5  # requests without any answer, after which nothing more is asked
 _EXCHANGE_S = 90.0
+_SHORTEST_SECRET = 8  # characters, as in the client; a shorter key is none, and would black out half of every answer
 _SHORT_PATIENCE_S = 20.0  # once a wait has run out: a deployment that never ends anything must not be waited for often
 
 
@@ -56,6 +59,8 @@ class Unspeakable(Exception):
 
 @dataclass
 class Answer:
+    """What was answered, without the key: nothing that is said of an answer later can hold it."""
+
     status: int
     raw: bytes
 
@@ -184,18 +189,24 @@ class Api:
             raise Unspeakable("--contract-url is http to another machine: the key goes only over https or to loopback")
         if self.key is None and not loopback:
             raise Unspeakable("a deployment on another machine needs --contract-key")
+        if self.key is not None and not re.fullmatch("[!-~]+", self.key):
+            raise Unspeakable("--contract-key is empty or holds what no header takes: spaces, line ends, no ASCII")
+        self._key_pattern = _pattern_of(self.key or "")
         proxies = [urllib.request.ProxyHandler({})] if loopback else []
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
 
-    def call(self, verb: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str) -> Answer:
-        """One exchange. What makes a session or a run always has an Idempotency-Key; ``headers`` replace others."""
-        __tracebackhide__ = True  # what stands here holds the key
+    def call(
+        self, verb: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str | None
+    ) -> Answer:
+        """One exchange. What makes a session or a run always has an Idempotency-Key.
+
+        ``headers`` replace those that are sent of themselves; one that is None is not sent.
+        """
+        __tracebackhide__ = True  # what a test gives as headers may hold the key
         content = raw if raw is not None else None if body is None else json.dumps(body).encode()
         if verb == "POST" and content is None:
             content = b""
-        all_headers = {"Content-Type": "application/json"}
-        if self.key is not None:
-            all_headers["Authorization"] = f"Bearer {self.key}"
+        all_headers: dict[str, Any] = {"Content-Type": "application/json"}
         if verb == "POST" and (path == "sessions" or path.endswith("/runs")):
             all_headers["Idempotency-Key"] = uuid.uuid4().hex
         all_headers |= {name.replace("_", "-"): value for name, value in headers.items()}
@@ -207,17 +218,20 @@ class Api:
             self.ledger.unanswered.pop(all_headers["Idempotency-Key"], None)
         return answer
 
-    def _answer(self, verb: str, path: str, content: bytes | None, headers: dict[str, str]) -> Answer:
+    def _answer(self, verb: str, path: str, content: bytes | None, headers: dict[str, Any]) -> Answer:
         __tracebackhide__ = True
         url = f"{self.base_url}/v1/training/{path}"
         for pause_s in (*self.pauses_s, None):
-            request = urllib.request.Request(url, data=content, method=verb, headers=headers)
+            sent = {name: value for name, value in headers.items() if value is not None}
+            request = urllib.request.Request(url, data=content, method=verb, headers=sent)
+            if self.key is not None and "Authorization" not in headers:
+                request.add_header("Authorization", f"Bearer {self.key}")  # in no variable, where a traceback shows it
             try:
                 with self._opener.open(request, timeout=_EXCHANGE_S) as answer:
-                    return Answer(answer.status, answer.read())
+                    return Answer(answer.status, self._without_key(answer.read()))
             except urllib.error.HTTPError as refusal:
                 with refusal:
-                    found = Answer(refusal.code, refusal.read())
+                    found = Answer(refusal.code, self._without_key(refusal.read()))
                 if found.status not in _BUSY:
                     return found
                 if pause_s is None:
@@ -225,13 +239,17 @@ class Api:
                     return found
                 asked = refusal.headers.get("Retry-After", "")
                 time.sleep(min(int(asked), 60) if asked.isdecimal() else pause_s)
-            except OSError as error:  # URLError is one; its cause is told, its request is not
-                silence = f"{verb} {path}: no answer ({getattr(error, 'reason', error)})"
+            except (OSError, http.client.HTTPException) as error:  # URLError is one; its cause is told, its request not
+                reason = self._without_key(f"{getattr(error, 'reason', error)}".encode()).decode()
+                silence = f"{verb} {path}: no answer ({reason})"
                 self.silences += 1
                 if self.silences == _SILENCES:
                     self.unusable = f"answers: {silence}"
                 raise Deviation(silence) from None
         raise AssertionError("unreachable")
+
+    def _without_key(self, content: bytes) -> bytes:
+        return self._key_pattern.sub(b"(key)", content)
 
     # Sessions and runs
 
@@ -464,6 +482,14 @@ class build:  # noqa: N801 - used as the namespace of the payload builders
 def shortened(text: str, limit: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _pattern_of(key: str) -> re.Pattern[bytes]:
+    """The key as it may be echoed: each character as it is, escaped for JSON or percent-encoded."""
+    if len(key) < _SHORTEST_SECRET:
+        return re.compile(b"(?!)")  # nowhere
+    forms = (rf"(?:\\?{re.escape(letter)}|\\u00{ord(letter):02x}|%{ord(letter):02x})" for letter in key)
+    return re.compile("".join(forms).encode(), re.IGNORECASE)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -37,7 +37,7 @@ class Report:
         elif report.failed:
             mark = "doc" if item.get_closest_marker("doc") else "ours"
             case = item.name.partition("[")[2].removesuffix("]")
-            text = self._without_key(_words_of(error, self.api.ledger.last if self.api else ""))
+            text = _words_of(error, self.api.ledger.last if self.api else "")
             self.found.setdefault((mark, sentence), []).append(f"[{case}] {text}" if case else text)
         elif report.when == "call":
             self.held[sentence] += 1
@@ -59,7 +59,7 @@ class Report:
         lines += [f"not asked, {count} cases: {reason}" for reason, count in self.not_asked.most_common()]
         if self.api is not None:
             lines += ["What this run asked for:", *(f"  {line}" for line in self.api.ledger.lines())]
-            lines += [self._without_key(f"STILL OPEN: {line}") for line in self._open_sessions(self.api)]
+            lines += [f"STILL OPEN: {line}" for line in self._open_sessions(self.api)]
         return lines
 
     def _table(self) -> list[str]:
@@ -75,10 +75,6 @@ class Report:
             f"session {session_id}; close it with: python -m whitney_loop close {session_id} --base-url {api.base_url}"
             for session_id in api.ledger.open_sessions
         ]
-
-    def _without_key(self, text: str) -> str:
-        key = self.api.key if self.api else None
-        return text.replace(key, "(key)") if key else text
 
 
 def sentence_of(item: pytest.Item) -> str:
