@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import ipaddress
 import json
+import random
 import re
 import threading
 import time
@@ -22,7 +23,8 @@ import pytest
 JSON = dict[str, Any]
 
 OPERATION_FIELDS = {"operation_id", "run_id", "kind", "seq_id", "status", "result", "error"}
-OPERATION_STATUSES = {"queued", "running", "succeeded", "failed", "cancelled"}
+ENDED = {"succeeded", "failed", "cancelled"}
+OPERATION_STATUSES = {"queued", "running"} | ENDED
 RUN_STATUSES = {"allocating", "active", "cancelling", "finished", "cancelled", "failed"}
 TERMINAL = {"finished", "cancelled", "failed"}
 
@@ -364,9 +366,7 @@ class Run:
         return accepted(self.api.call("GET", f"runs/{self.run_id}/operations/{operation_id}?wait_s={wait_s}"))
 
     def wait(self, operation_id: str) -> JSON:
-        return self._wait(
-            lambda: self.poll(operation_id), lambda status: status in ("succeeded", "failed", "cancelled")
-        )
+        return self._wait(lambda: self.poll(operation_id), lambda status: status in ENDED)
 
     def wait_until(self, reached: Any) -> JSON:
         """The run once its status satisfies ``reached``."""
@@ -463,6 +463,17 @@ class build:  # noqa: N801 - used as the namespace of the payload builders
     @staticmethod
     def payload(*data: Any, loss: Any = "cross_entropy", config: Any = None) -> JSON:
         return {"data": list(data), "loss_function": loss, "loss_config": config or {}}
+
+    @staticmethod
+    def slow_payload(data: int = 1) -> JSON:
+        """What takes an engine so long that others wait meanwhile: the embedded one a tenth of a second per datum."""
+        return build.payload(*(build.slow_datum(number) for number in range(data)))
+
+    @staticmethod
+    def slow_datum(number: int) -> JSON:
+        *inputs, last = random.Random(number).choices(range(256), k=257)
+        tensors = {"target_tokens": build.tensor([*inputs[1:], last], "int64"), "weights": build.tensor(256 * [1.0])}
+        return {"input": {"token_ids": inputs}, "loss_inputs": tensors}
 
     @staticmethod
     def optimizer(**fields: Any) -> JSON:

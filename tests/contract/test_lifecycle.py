@@ -316,6 +316,18 @@ def test_finish_cancel_and_close_need_no_body(api, session_id, ended_run):
 
 
 @pytest.mark.ours
+def test_what_a_cancel_takes_from_the_queue_ends_as_cancelled(own_run, build):
+    """What ran before the cancel came may have succeeded."""
+    posted = [own_run.submit("forward_backward", build.slow_payload())]
+    posted += [own_run.submit("save_weights_for_sampler", {}) for _ in range(2)]
+    accepted(own_run.ask("cancel"))
+    statuses = [own_run.wait(operation_id)["status"] for operation_id in posted]
+    first_cancelled = (*statuses, "cancelled").index("cancelled")
+    assert set(statuses[:first_cancelled]) <= {"succeeded"}
+    assert set(statuses[first_cancelled:]) <= {"cancelled"}
+
+
+@pytest.mark.ours
 def test_finish_of_a_cancelled_run_is_run_not_active(ended_run):
     run, _ = ended_run("cancel")
     assert_refused(run.ask("finish"), 409, "run_not_active")
