@@ -172,7 +172,7 @@ def batch_normalize(advantages: Iterable[Iterable[float]]) -> list[list[float]]:
     1e-6 they are centred only. Raises ValueError with the position of a number that is not finite. Source:
     REINFORCE++, arXiv 2501.03262.
     """
-    rows = [_numbers(row, f"advantages[{index}]") for index, row in enumerate(advantages)]
+    rows = [_numbers(row, f"advantages[{index}]") for index, row in enumerate(_listed(advantages, "advantages"))]
     flat = [number for row in rows for number in row]
     if not flat or _all_equal(flat):
         return [[0.0] * len(row) for row in rows]
@@ -201,10 +201,14 @@ def _finite(results: list[float]) -> list[float]:
 
 
 def _numbers(values: Any, where: str) -> list[float]:
+    return [_number(value, f"{where}[{index}]") for index, value in enumerate(_listed(values, where))]
+
+
+def _listed(values: Any, where: str) -> list[Any]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"{where} is {values!r:.80}, expected a sequence of numbers")
-    return [_number(value, f"{where}[{index}]") for index, value in enumerate(values)]
+        raise ValueError(f"{where} is {_show(values)}, expected a sequence")
+    return list(values)
 
 
 def _number(value: Any, where: str) -> float:
@@ -220,5 +224,9 @@ def _number(value: Any, where: str) -> float:
 
 
 def _show(value: Any) -> str:
-    text = f"of type {type(value).__name__}" if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+    kind = f"of type {type(value).__name__}"
+    try:
+        text = kind if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+    except ValueError:  # Python prints no integer of thousands of digits, whatever holds it
+        text = kind
     return text if len(text) <= 80 else text[:77] + "..."

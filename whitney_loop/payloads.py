@@ -59,11 +59,16 @@ def forward_backward_payload(
 ) -> dict[str, Any]:
     """Assemble a ForwardPayload ``{data, loss_function, loss_config}``; ``check_payload`` is what judges it.
 
-    Raises ValueError where ``data`` is empty. Source: Whitney, "Building a forward payload".
+    Raises ValueError where ``data`` is empty or no list, or ``loss_config`` no object. Source: Whitney, "Building a
+    forward payload".
     """
+    if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
+        raise ValueError(f"data is {_show(data)}, expected a list of datums")
     data = list(data)
     if not data:
         raise ValueError("data is empty; forward_backward needs at least one datum")
+    if loss_config is not None and not isinstance(loss_config, Mapping):
+        raise ValueError(f"loss_config is {_show(loss_config)}, expected an object; None or {{}} for none")
     config = {key: _plain(value) for key, value in (loss_config or {}).items()}
     return {"data": data, "loss_function": loss_function, "loss_config": config}
 
