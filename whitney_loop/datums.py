@@ -249,5 +249,9 @@ def _listed(values: Any, where: str) -> Sequence[Any]:
 
 
 def _show(value: Any) -> str:
-    text = f"of type {type(value).__name__}" if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+    kind = f"of type {type(value).__name__}"
+    try:
+        text = kind if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+    except ValueError:  # Python prints no integer of thousands of digits, whatever holds it
+        text = kind
     return text if len(text) <= 80 else text[:77] + "..."
