@@ -84,10 +84,12 @@ class Transport:
         proxies = urllib.request.ProxyHandler({}) if loopback else urllib.request.ProxyHandler()
         if not loopback:
             _require_usable_proxy(urllib.parse.urlsplit(self.base_url).hostname or "")
-        handlers: list[Any] = [proxies, _NoRedirect, _TimedHTTPHandler]
-        if self.base_url.startswith("https:"):
-            handlers.append(_TimedHTTPSHandler(_verifying_context(ca_file)))
-        self._opener = urllib.request.build_opener(*handlers)
+        # Without a handler of redirects a 3xx is an HTTPError, and without others no scheme is spoken but this one.
+        is_https = self.base_url.startswith("https:")
+        scheme = _TimedHTTPSHandler(_verifying_context(ca_file)) if is_https else _TimedHTTPHandler()
+        self._opener = urllib.request.OpenerDirector()
+        for handler in (proxies, scheme, urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()):
+            self._opener.add_handler(handler)
 
     def exchange(
         self,
@@ -242,11 +244,6 @@ class _Trouble(Exception):
         self.what = what  # a status, TIMEOUT, or ""
         self.retry_after = retry_after
         self.about = about or {}
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None  # urllib then raises the 3xx as an HTTPError
 
 
 class _TimedReads(io.RawIOBase):
