@@ -17,6 +17,8 @@ from whitney_loop.local import service as service_module
 from whitney_loop.local.server import Handler, LocalServer
 from whitney_loop.local.service import Service, ServiceError
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 KEY = "the-key-of-this-test"
 WAIT_S = 60.0  # for what takes a second: a test that fails ends

@@ -61,6 +61,7 @@ def test_the_build_loss_block_trains_and_the_tokenizer_block_makes_its_request(t
     assert json.loads(done.stdout)["cycles_done"] == 2
 
 
+@pytest.mark.long
 def test_the_transcript_is_what_the_command_prints(tmp_path):
     command = re.findall(r"^    python (examples/rl_loop.py .*)$", README, re.MULTILINE)[0]
     script, *arguments = shlex.split(command)

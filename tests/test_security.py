@@ -277,6 +277,7 @@ def all_of(error):
     return "".join([str(error), repr(error), repr(vars(error)), *traceback.format_exception(error)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", CALLS)
 def test_no_error_and_no_log_line_holds_the_key_whatever_a_service_echoes(call, caplog, monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
