@@ -215,7 +215,6 @@ def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Pla
     warnings = Warnings(summary)
     say_what_is_special(options, plan)
     warn_beforehand(options, plan, place, warnings)
-    batches = Batches(plan.requests, options.batch_size, options.seed)
     with opened_metrics(options, plan) as metrics:
         try:
             save = functools.partial(note_state, next_cycle=end, summary=summary, metrics=metrics)
@@ -223,7 +222,7 @@ def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Pla
                 began = {"first_cycle": first, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
                 where = {name: summary[name] for name in ("where", "base_url", "session_id", "run_id")}
                 metrics.begin(configuration(options, plan) | where | began)
-                run_cycles(range(first, end), batches, ctx, plan, options, summary, warnings, metrics)
+                run_cycles(range(first, end), ctx, plan, options, summary, warnings, metrics)
         except BaseException:
             say_how_to_go_on(options, summary, end)
             raise
@@ -236,7 +235,6 @@ def train(options: argparse.Namespace, place: Place, summary: Summary, plan: Pla
 
 def run_cycles(
     cycles: range,
-    batches: Batches,
     ctx: LoopContext,
     plan: Plan,
     options: argparse.Namespace,
@@ -244,6 +242,7 @@ def run_cycles(
     warnings: Warnings,
     metrics: MetricsFile,
 ) -> None:
+    batches = Batches(plan.requests, options.batch_size, options.seed)
     started = time.monotonic()
     for done, cycle in enumerate(cycles, start=1):
         record, line = train_one_cycle(cycle, batches.of_cycle(cycle), ctx, plan, options, summary, warnings)
