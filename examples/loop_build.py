@@ -67,7 +67,10 @@ def load_build_loss(spec: str, provider: str) -> UserLoss:
             require_advertised_loss(provider, loss_function)
         except ValueError as error:
             raise UsageError(f"--build-loss: {module_name}.LOSS_FUNCTION: {error}") from None
-    return UserLoss(build_loss, build_batch_loss, loss_function, tuple(getattr(module, "OPERATIONS", ())))
+    operations = getattr(module, "OPERATIONS", ())
+    if not isinstance(operations, (tuple, list)) or not all(isinstance(kind, str) for kind in operations):
+        raise UsageError(f"--build-loss: {module_name}.OPERATIONS is {operations!r}, expected a tuple of names")
+    return UserLoss(build_loss, build_batch_loss, loss_function, tuple(operations))
 
 
 def build(loss: UserLoss, samples: list[Payload], cycle: int, requests: list[Payload], ctx: LoopContext) -> Built:

@@ -96,8 +96,8 @@ def checked_optimizer(options: argparse.Namespace, *counts: str) -> Payload:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(options, name)}, expected at least 1")
     if not options.timeout > 0:
         raise UsageError(f"--timeout is {options.timeout}, expected seconds above 0")
-    if options.seed is not None and options.seed < 0:
-        raise UsageError(f"--seed is {options.seed}, expected at least 0")
+    if options.seed is not None and not 0 <= options.seed < 2**63:
+        raise UsageError(f"--seed is {options.seed}, expected 0 to 2^63 − 1")
     if options.recover and not options.journal:
         raise UsageError("--recover needs --journal PATH")
     if is_embedded(options):

@@ -42,6 +42,7 @@ from loop_warnings import Warnings
 from whitney_loop import LoopContext, WhitneyError, __version__, result_sampler_id, result_sequences
 from whitney_loop.errors import redacted
 
+OWN_NAMES = frozenset({"skipped", "state_id", "next_cycle", "config"})  # of metrics, beside those that a cycle has
 NEEDED_OPERATIONS = ("forward_backward", "optim_step", "save_weights_for_sampler", "sample")
 
 
@@ -141,6 +142,8 @@ def read_requests(options: argparse.Namespace, plan: Plan) -> str:
 
 def settle_start(options: argparse.Namespace, plan: Plan) -> str:
     path = options.metrics
+    if path and options.journal and path.absolute() == options.journal.absolute():
+        raise UsageError(f"--metrics and --journal are both {path}: give them different names")
     try:
         if path and not (path.is_file() if path.exists() else path.absolute().parent.is_dir()):
             raise ValueError(f"--metrics {path}: not a file in a folder that exists")
@@ -314,6 +317,7 @@ def train_one_cycle(
     saved = ctx.client.run_operation(ctx.run_id, "save_weights_for_sampler", {})
     ctx.sampler_id = result_sampler_id(saved)
     samples = sample_all(ctx, requests)
+    of_samples = sample_metrics(samples)  # before build_loss, which may change what it is given
     clock.lap("sample")
     built = build(plan.loss, samples, cycle, requests, ctx)
     clock.lap("build_loss")
@@ -321,7 +325,6 @@ def train_one_cycle(
     clock.lap("train")
 
     head = {"cycle": cycle, "version": saved.get("version")}
-    of_user, of_samples = user_metrics(built.groups), sample_metrics(samples)
     if built.uniform is not None:
         trained["groups/uniform_frac"] = built.uniform / len(requests)
     skipped = {"skipped": built.reason} if built.payload is None else {}
@@ -329,10 +332,12 @@ def train_one_cycle(
     summary["tokens_sampled"] += of_samples["completions/tokens"]
     if built.payload is not None:
         warnings.sampling(requests, built.payload["loss_function"])
+    own = trained | of_samples | clock.laps | {"time/total": clock.total()} | skipped
+    taken = head.keys() | own.keys() | OWN_NAMES
+    of_user = {f"user/{name}" if name in taken else name: value for name, value in user_metrics(built.groups).items()}
     warnings.completions(of_samples, cycle)
     warnings.signal(bool(skipped), of_user.get("reward/mean", of_user.get("reward")))
-    # The head twice: it comes first, and a name that build_loss gave to something else does not replace it.
-    record = head | of_user | head | trained | of_samples | clock.laps | {"time/total": clock.total()} | skipped
+    record = head | of_user | own
     return record, progress_line(head, of_user, trained, built, of_samples["completions/tokens"], clock.total())
 
 

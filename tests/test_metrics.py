@@ -31,7 +31,10 @@ from whitney_loop import NoGradientSignal, forward_backward_payload, rl_datum
 
 def tells(sample, cycle, request, ctx):
     ctx.metrics |= {"odd": float("nan"), "object": object(), "cycle": 99, "prompt": request["prompt"]["token_ids"][0]}
-    return grpo(sample, cycle, request, ctx)
+    ctx.metrics |= {"kl/k1": 7.0, "state_id": "mine"}
+    payload = grpo(sample, cycle, request, ctx)
+    sample.clear()
+    return payload
 
 def skips_the(sample, cycle, request, ctx):
     ctx.metrics["reward"] = [0.0, 1.0]
@@ -202,7 +205,9 @@ def test_the_metrics_file_has_the_configuration_and_a_line_per_cycle(folder):
         "time/sample", "time/build_loss", "time/train", "time/total", "provider/loss:sum", "odd", "object", "prompt",
     }  # fmt: skip
     assert expected <= cycles[0].keys()
-    assert cycles[0]["odd"] is None and cycles[0]["object"].startswith("<object") and cycles[0]["prompt"] != 99
+    assert cycles[0]["odd"] is None and cycles[0]["object"].startswith("<object")
+    assert cycles[0]["user/cycle"] == 99 and cycles[0]["user/kl/k1"] == 7.0 and cycles[0]["user/state_id"] == "mine"
+    assert "user/kl/k1 7" in done.stderr and "  kl/k1 7" not in done.stderr
     assert sum(entry["completions/tokens"] for entry in cycles) == summary_of(done)["tokens_sampled"]
     assert cycles[0]["ratio/max"] > 1 and 0 < cycles[0]["ess"] < 1  # of the second update
 
@@ -255,6 +260,7 @@ def test_the_key_is_nowhere_in_the_file(folder):
         (("--metrics", "old.jsonl"), "old.jsonl exists: give another name, or remove it: no state was saved in it"),
         (("--metrics", "saved.jsonl"), "--metrics saved.jsonl exists: give another name, or --resume-from last"),
         (("--metrics", "pipe"), "not a file in a folder that exists"),
+        (("--metrics", "same", "--journal", "same"), "--metrics and --journal are both same"),
         (("--metrics", "nowhere/m.jsonl"), "not a file in a folder that exists"),
         (("--metrics", "."), "not a file in a folder that exists"),
     ],

@@ -97,6 +97,7 @@ def folder(tmp_path):
     (tmp_path / "mydro.py").write_text(DRO)
     (tmp_path / "broken.py").write_text("import no_such_library\n")
     (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "comma.py").write_text('OPERATIONS = ("forward")\ndef build_loss(*_): pass\n')
     return tmp_path
 
 
@@ -236,7 +237,7 @@ def test_what_a_build_loss_does_to_request_and_metrics_stays_its_own(folder):
     done = loop(folder, "--build-loss", "mine:meddles", "--seed", "1")
     assert done.returncode == 0, done.stderr
     cycles = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")][1:]
-    assert cycles[1].startswith("cycle 1  version 1  loss two lines  cycle 77  reward/mean ")
+    assert cycles[1].startswith("cycle 1  version 1  loss two lines  user/cycle 77  reward/mean ")
     assert "logprobs" in summary_of(done)["warnings"]  # that the datums' prompt is another one does not go unseen
 
 
@@ -329,6 +330,7 @@ def test_a_second_signal_stops_the_waiting_and_prints_the_command_that_closes(fo
         ("mine", "expected MODULE:CALLABLE"),
         (":x", "expected MODULE:CALLABLE"),
         ("mydro:build_loss", "LOSS_FUNCTION: loss_function 'dro' is not advertised by modal"),
+        ("comma:build_loss", "comma.OPERATIONS is 'forward', expected a tuple of names"),
     ],
 )
 def test_a_build_loss_that_can_not_be_used_is_one_line_and_nothing_is_created(folder, spec, message):
@@ -360,6 +362,7 @@ def test_a_build_loss_that_can_not_be_used_is_one_line_and_nothing_is_created(fo
         (["--lora-rank", "0"], {}, "--lora-rank is 0"),
         (["--timeout", "nan"], {}, "--timeout is nan"),
         (["--seed", "-1"], {}, "--seed is -1"),
+        (["--seed", str(2**63)], {}, "expected 0 to 2^63 − 1"),
         (["--learning-rate", "nan"], {}, "--learning-rate: optimizer.learning_rate is nan"),
         (["--sample-json", "nowhere.json"], {}, "nowhere.json"),
         (["--sample-json", "mine.py"], {}, "--sample-json mine.py: "),
