@@ -392,6 +392,24 @@ def test_operations_are_submitted_in_order_before_the_first_result_is_awaited():
     assert [request.method for request in server.requests] == ["GET", "POST", "POST", "GET", "GET"]
 
 
+def test_two_threads_that_wait_for_one_result_ask_for_it_once():
+    asked, answer = threading.Event(), threading.Event()
+
+    def held(connection):
+        asked.set()
+        answer.wait(10)
+        connection.sendall(operation())
+
+    with ScriptedServer(run(), operation("queued"), held) as server, ThreadPoolExecutor(2) as pool:
+        pending = client_of(server).submit_operation("run-1", "optim_step", {})
+        first = pool.submit(pending.result)
+        asked.wait(10)
+        second = pool.submit(pending.result)
+        answer.set()
+        assert first.result() == second.result() == {"answer": 42}
+    assert [request.method for request in server.requests] == ["GET", "POST", "GET"]
+
+
 def test_a_result_whose_poll_failed_can_be_asked_for_again():
     with ScriptedServer(run(), operation("queued"), refusal(404, "not_found"), operation()) as server:
         pending = client_of(server).submit_operation("run-1", "optim_step", {})

@@ -127,11 +127,13 @@ class PendingOperation:
     path: str
     _operation: dict[str, Any] = field(repr=False)
     _wait: Callable[[PendingOperation, dict[str, Any]], dict[str, Any]] = field(repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def result(self) -> dict[str, Any]:
         """Wait for the end and give the result; raises what ``run_operation`` raises. May be asked again."""
         try:
-            self._operation = self._wait(self, self._operation)
+            with self._lock:  # a second poll could come when the first has the result, and the service not any more
+                self._operation = self._wait(self, self._operation)
             return _result_of(self._operation, self.kind)
         except WhitneyError as error:
             error.method, error.path = error.method or "POST", error.path or self.path
@@ -361,10 +363,10 @@ class WhitneyClient:
                 if isinstance(error, WhitneyError):
                     error.method, error.path = error.method or "POST", error.path or redacted(path)
                 raise
-        pending = PendingOperation(run_id, kind, seq_id, redacted(path), answer, self._ended)
-        with self._lock:
-            self.accepted[kind] += 1
-            order.pending[seq_id] = pending
+            pending = PendingOperation(run_id, kind, seq_id, redacted(path), answer, self._ended)
+            with self._lock:
+                self.accepted[kind] += 1
+                order.pending[seq_id] = pending
         return pending
 
     def _fetch_what_would_be_forgotten(self, order: _Order, seq_id: int) -> None:
