@@ -14,7 +14,7 @@ from whitney_loop.advantages import (
     length_normalize,
     soft_advantages,
 )
-from whitney_loop.build_loss import BuildLoss, LoopContext, NoGradientSignal
+from whitney_loop.build_loss import BuildLoss, LoopContext, NoGradientSignal, clip_arguments, policy_payload
 from whitney_loop.client import PendingOperation, WhitneyClient, result_sampler_id, result_sequences
 from whitney_loop.datums import (
     Datum,
@@ -76,6 +76,7 @@ __all__ = [
     "all_zero",
     "batch_normalize",
     "check_payload",
+    "clip_arguments",
     "completion_logprobs",
     "completion_values",
     "critic_datum",
@@ -88,6 +89,7 @@ __all__ = [
     "length_normalize",
     "logprobs_request",
     "lora_run",
+    "policy_payload",
     "require_advertised_loss",
     "require_loss_config",
     "result_sampler_id",

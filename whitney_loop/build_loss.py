@@ -1,42 +1,47 @@
 """The contract between the reference loop and the one function that its user writes.
 
-``build_loss(sample, cycle, request, ctx)`` returns the payload of ``forward_backward``. ``sample`` is the
-sampler's result as it came (``sequences``: a list of ``{"tokens", "logprobs", "stop_reason"}``), ``cycle`` counts
-from 0, ``request`` is the payload that was sampled, and ``ctx`` is a LoopContext.
+``build_loss(sample, cycle, request, ctx)`` returns the payload of ``forward_backward``. ``sample`` is the sampler's
+result, unchanged (``sequences``: a list of ``{"tokens", "logprobs", "stop_reason"}``), ``cycle`` counts from 0,
+``request`` is the payload that was sampled, and ``ctx`` is a LoopContext. ``policy_payload`` does the last step of
+most build_loss functions: from advantages to the payload.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from whitney_loop.datums import rl_datum
+from whitney_loop.payloads import forward_backward_payload
 
 if TYPE_CHECKING:
     from whitney_loop.client import WhitneyClient
 
 
 class NoGradientSignal(ValueError):
-    """Raised by a build_loss to skip this cycle's step: the group teaches nothing, as where all rewards are equal."""
+    """Raised by a build_loss to skip the step of this cycle, for example because all rewards are equal."""
 
 
 @dataclass
 class LoopContext:
-    """What a build_loss may use: the live client with the ids of this cycle, and room of its own.
+    """The live client with the ids of this cycle, and places where a build_loss may keep things.
 
-    What it asks of ``client`` is ordered and billed like the loop's own operations. ``client``, ``run_id``,
-    ``sampler_id`` and ``provider`` are Whitney's documentation; the rest is this project's.
+    Operations that a build_loss sends through ``client`` are ordered and billed like the loop's own. ``client``,
+    ``run_id``, ``sampler_id`` and ``provider`` are Whitney's documentation; the rest is this project's.
     """
 
     client: WhitneyClient
     run_id: str
-    sampler_id: str  # of the weights that this cycle's sample came from
+    sampler_id: str  # the weights that this cycle's sample came from
     provider: str
     session_id: str
     model: str
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Filled by the build_loss, logged with the cycle, empty again at the next."""
+    """Filled by the build_loss, logged with the cycle, emptied before the next."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Kept as long as the loop: a critic's run id, the reference sampler of cycle 0."""
+    """Lives as long as the loop: the run id of a critic, the reference sampler of cycle 0."""
     resources: ExitStack = field(default_factory=ExitStack)
     """Closed by the loop: ``ctx.resources.enter_context(lora_run(…))`` opens a run that is cleaned up on every exit."""
 
@@ -47,3 +52,52 @@ class BuildLoss(Protocol):
     def __call__(
         self, sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext, /
     ) -> dict[str, Any]: ...
+
+
+def policy_payload(
+    sample: Mapping[str, Any],
+    request: Mapping[str, Any],
+    advantages: Iterable[float | Iterable[float]],
+    loss_function: str,
+    *,
+    provider: str,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    loss_config: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Return the payload that trains the policy on one group of completions.
+
+    ``advantages`` has one entry per completion: a number, or a list with one number per token. A completion without
+    tokens is left out, because no loss has a term for it. ``clip_low`` and ``clip_high`` are probability ratios
+    (0.8 and 1.2), sent in the form that ``provider`` takes; further keys of the loss come in ``loss_config``.
+    Raise NoGradientSignal if every completion is empty, and ValueError if ``advantages`` has another length than the
+    group, or for the reasons of ``rl_datum``.
+    """
+    sequences, advantages = sample["sequences"], list(advantages)
+    if len(advantages) != len(sequences):
+        raise ValueError(f"advantages has {len(advantages)} entries, but the group has {len(sequences)} completions")
+    clip, config = clip_arguments(provider, clip_low, clip_high)
+    prompt = request["prompt"]["token_ids"]
+    data = [
+        rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage, **clip)
+        for sequence, advantage in zip(sequences, advantages, strict=True)
+        if sequence["tokens"]
+    ]
+    if not data:
+        raise NoGradientSignal("every completion is empty")
+    return forward_backward_payload(data, loss_function, {**config, **(loss_config or {})})
+
+
+def clip_arguments(
+    provider: str, clip_low: float | None, clip_high: float | None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return a clip range in the form that ``provider`` takes: ``(keywords of rl_datum, loss_config)``.
+
+    Tinker takes it as tensors of each datum and Modal in ``loss_config``, so one of the two is empty.
+    Source: Whitney, "Provider loss support".
+    """
+    ratios = {"clip_low": clip_low, "clip_high": clip_high}
+    given = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    if provider == "tinker":
+        return given, {}
+    return {}, {f"{name}_threshold": ratio for name, ratio in given.items()}

@@ -9,36 +9,23 @@ in the advantage and in the loss.
 
 from typing import Any
 
+from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
     all_zero,
-    forward_backward_payload,
-    rl_datum,
+    policy_payload,
     soft_advantages,
 )
 
 LOSS_FUNCTION = "dro"
 BETA = 0.5
-VOWELS = frozenset(b"aeiou")
-
-
-def reward(tokens: list[int]) -> float:
-    """The share of lowercase vowels, 0…1."""
-    return sum(token in VOWELS for token in tokens) / max(len(tokens), 1)
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    prompt = request["prompt"]["token_ids"]
-    sequences = sample["sequences"]
-    rewards = [reward(sequence["tokens"]) for sequence in sequences]
+    rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
     ctx.metrics["reward"] = rewards
     advantages = soft_advantages(rewards, beta=BETA)
     if all_zero(advantages):
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
-    data = [
-        rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage)
-        for sequence, advantage in zip(sequences, advantages, strict=True)
-        if sequence["tokens"]  # an empty completion has no term
-    ]
-    return forward_backward_payload(data, LOSS_FUNCTION, {"beta": BETA})
+    return policy_payload(sample, request, advantages, LOSS_FUNCTION, provider=ctx.provider, loss_config={"beta": BETA})

@@ -7,38 +7,29 @@ GSPO, arXiv 2507.18071. Modal. Updates: several (``--updates 4``). Knobs: the cl
 
 from typing import Any
 
+from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
     all_zero,
-    forward_backward_payload,
     group_mean_advantages,
     length_normalize,
-    rl_datum,
+    policy_payload,
 )
 
 LOSS_FUNCTION = "gspo"
 CLIP_LOW, CLIP_HIGH = 1 - 3e-4, 1 + 4e-4  # ratios of sequences: means move far less than tokens
-VOWELS = frozenset(b"aeiou")
-
-
-def reward(tokens: list[int]) -> float:
-    """The share of lowercase vowels, 0…1."""
-    return sum(token in VOWELS for token in tokens) / max(len(tokens), 1)
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    prompt = request["prompt"]["token_ids"]
     sequences = sample["sequences"]
     rewards = [reward(sequence["tokens"]) for sequence in sequences]
     ctx.metrics["reward"] = rewards
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
-    config = {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
-    data = [
-        rl_datum(prompt, tokens, sequence["logprobs"], length_normalize(advantage, len(tokens)))
-        for sequence, advantage in zip(sequences, advantages, strict=True)
-        if (tokens := sequence["tokens"])  # an empty completion has no term
-    ]
-    return forward_backward_payload(data, LOSS_FUNCTION, config)
+    lengths = [max(len(sequence["tokens"]), 1) for sequence in sequences]  # an empty completion is left out anyway
+    scaled = [length_normalize(advantage, length) for advantage, length in zip(advantages, lengths, strict=True)]
+    return policy_payload(
+        sample, request, scaled, LOSS_FUNCTION, provider=ctx.provider, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
+    )

@@ -10,6 +10,7 @@ PPO, arXiv 1707.06347; GAE, arXiv 1506.02438. Modal, which alone has the critic'
 
 from typing import Any
 
+from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -34,12 +35,6 @@ CRITIC_UPDATES = 4
 GAMMA, GAE_LAMBDA = 1.0, 0.95
 CRITIC_OPTIMIZER = {"optimizer": adamw_optimizer(0.1)}  # for the embedded model; 1e-5 is a start for a real one
 CRITIC_RANK = 8
-VOWELS = frozenset(b"aeiou")
-
-
-def reward(tokens: list[int]) -> float:
-    """The share of lowercase vowels, 0…1."""
-    return sum(token in VOWELS for token in tokens) / max(len(tokens), 1)
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:

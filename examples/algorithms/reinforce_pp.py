@@ -10,11 +10,13 @@ REINFORCE++, arXiv 2501.03262. Modal and Tinker. Updates: several (``--updates 4
 
 from typing import Any
 
+from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
     all_zero,
     batch_normalize,
+    clip_arguments,
     completion_logprobs,
     forward_backward_payload,
     group_mean_advantages,
@@ -27,12 +29,6 @@ LOSS_FUNCTION = "ppo"
 OPERATIONS = ("logprobs",)  # beside the loop's own: a service without them is refused before a session exists
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
 KL_COEF = 0.01
-VOWELS = frozenset(b"aeiou")
-
-
-def reward(tokens: list[int]) -> float:
-    """The share of lowercase vowels, 0…1."""
-    return sum(token in VOWELS for token in tokens) / max(len(tokens), 1)
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
@@ -66,9 +62,7 @@ def build_batch_loss(
         kl_shaped_returns(advantage, sequence["logprobs"], completion_logprobs(answer, prompt), kl_coef=KL_COEF)
         for (prompt, sequence, advantage), answer in zip(completions, answers, strict=True)
     ]
-    on_tinker = ctx.provider == "tinker"  # which takes the clip range per token; Modal takes it in loss_config
-    clip = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH} if on_tinker else {}
-    config = {} if on_tinker else {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
+    clip, config = clip_arguments(ctx.provider, CLIP_LOW, CLIP_HIGH)
     data = [
         rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage, **clip)
         for (prompt, sequence, _), advantage in zip(completions, batch_normalize(returns), strict=True)

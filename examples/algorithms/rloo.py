@@ -7,35 +7,22 @@ No knobs.
 
 from typing import Any
 
+from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
     all_zero,
-    forward_backward_payload,
     leave_one_out_baseline,
-    rl_datum,
+    policy_payload,
 )
 
 LOSS_FUNCTION = "importance_sampling"
-VOWELS = frozenset(b"aeiou")
-
-
-def reward(tokens: list[int]) -> float:
-    """The share of lowercase vowels, 0…1."""
-    return sum(token in VOWELS for token in tokens) / max(len(tokens), 1)
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    prompt = request["prompt"]["token_ids"]
-    sequences = sample["sequences"]
-    rewards = [reward(sequence["tokens"]) for sequence in sequences]
+    rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
     ctx.metrics["reward"] = rewards
     advantages = leave_one_out_baseline(rewards)
     if all_zero(advantages):
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
-    data = [
-        rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage)
-        for sequence, advantage in zip(sequences, advantages, strict=True)
-        if sequence["tokens"]  # an empty completion has no term
-    ]
-    return forward_backward_payload(data, LOSS_FUNCTION)
+    return policy_payload(sample, request, advantages, LOSS_FUNCTION, provider=ctx.provider)
