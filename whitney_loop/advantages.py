@@ -1,8 +1,8 @@
 """Advantage estimators: from the rewards of one group of completions (same prompt) to advantages.
 
-Numbers may be Python's, or scalars and arrays of numpy or torch; plain floats come out. A number that is
-not finite is an error that names its position. Rewards that are all equal give exactly 0.0 each: equality is
-decided on the rewards, since their float mean leaves a residue that looks like a signal.
+Numbers may be Python's, or scalars and arrays of numpy or torch; the results are plain floats. A number that is not
+finite raises ValueError with its position. If all rewards are equal, every advantage is exactly 0.0. That is decided
+on the rewards, because a difference to their rounded mean would look like a signal.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-_LEAST_DEVIATION = 1e-6  # below it, dividing would amplify rounding into advantages
+_LEAST_DEVIATION = 1e-6  # dividing by less would turn rounding errors into advantages
 
 
 def group_mean_advantages(rewards: Iterable[float], *, normalize_std: bool = False) -> list[float]:
-    """Reward minus the mean of its group, one advantage per reward.
+    """Return reward minus the mean of its group, one advantage per reward.
 
-    With ``normalize_std`` divided by the population standard deviation where that is at least 1e-6 (standard GRPO);
-    without, the centred value (Dr. GRPO). Raises ValueError for fewer than two rewards, and with the
-    position for one that is not finite. Source: GRPO, arXiv 2402.03300; Whitney, "Advantage helpers".
+    With ``normalize_std`` (standard GRPO) it is divided by the population standard deviation, if that is at least
+    1e-6; without, it is not (Dr. GRPO). Raise ValueError for fewer than two rewards, and with the position if one is
+    not finite. Source: GRPO, arXiv 2402.03300; Whitney, "Advantage helpers".
     """
     rewards = _group(rewards)
     if _all_equal(rewards):
@@ -35,17 +35,17 @@ def group_mean_advantages(rewards: Iterable[float], *, normalize_std: bool = Fal
 
 
 def all_zero(advantages: Iterable[float]) -> bool:
-    """True where no advantage differs from 0: the group carries no gradient signal.
+    """Return True if every advantage is 0: the group has no gradient signal.
 
-    Raises ValueError with the position of an advantage that is not finite. Source: Whitney, "Advantage helpers".
+    Raise ValueError with the position if an advantage is not finite. Source: Whitney, "Advantage helpers".
     """
     return all(value == 0 for value in _numbers(advantages, "advantages"))
 
 
 def leave_one_out_baseline(rewards: Iterable[float]) -> list[float]:
-    """RLOO: each reward minus the mean of the other rewards of its group; these are the advantages.
+    """Return the advantages of RLOO: each reward minus the mean of the other rewards of its group.
 
-    Raises ValueError for fewer than two rewards, and with the position for one that is not finite.
+    Raise ValueError for fewer than two rewards, and with the position if one is not finite.
     Source: RLOO, arXiv 2402.14740; Whitney, "Advantage helpers".
     """
     rewards = _group(rewards)
@@ -56,9 +56,9 @@ def leave_one_out_baseline(rewards: Iterable[float]) -> list[float]:
 
 
 def length_normalize(advantage: float, completion_length: int) -> float:
-    """The advantage divided by the completion's length in tokens, so that long ones weigh no more than short ones.
+    """Return the advantage divided by the completion's length in tokens, so that all completions weigh the same.
 
-    Raises ValueError where ``completion_length`` is below 1 or the advantage is not finite. Source: Whitney,
+    Raise ValueError if ``completion_length`` is below 1 or the advantage is not finite. Source: Whitney,
     "Advantage helpers".
     """
     length = _number(completion_length, "completion_length")
@@ -74,10 +74,10 @@ def kl_adjust_advantages(
     *,
     kl_coef: float,
 ) -> list[float]:
-    """Per token: advantage − kl_coef · (sampled logprob − reference logprob), the immediate penalty only.
+    """Return, per token, advantage − kl_coef · (sampled logprob − reference logprob): the penalty of that token alone.
 
-    All three have one entry per completion token; logprobs in nats. Raises ValueError where lengths differ, and with
-    the position for a number that is not finite (a ``logprobs`` result starts with None: cut the prompt off first).
+    All three have one entry per completion token; logprobs in nats. Raise ValueError if lengths differ, and with the
+    position if a number is not finite (a ``logprobs`` result starts with None: take ``completion_logprobs`` of it).
     Source: Whitney, "Advantage helpers".
     """
     coefficient = _number(kl_coef, "kl_coef")
@@ -93,11 +93,11 @@ def kl_adjust_advantages(
 
 
 def soft_advantages(rewards: Iterable[float], *, beta: float) -> list[float]:
-    """DRO: reward − beta · log(mean over the group of exp(reward / beta)), one advantage per reward.
+    """Return the advantages of DRO: reward − beta · log(mean over the group of exp(reward / beta)), one per reward.
 
-    ``beta`` > 0, and the same in the loss's ``loss_config``: a small one measures against the best of the group, a
-    large one against its mean. Raises ValueError for fewer than two rewards, for one that is not finite, and for
-    another beta. Source: DRO, arXiv 2405.19107.
+    ``beta`` > 0, the same as in the ``loss_config``: a small beta compares with the best reward of the group, a large
+    one with its mean. Raise ValueError for fewer than two rewards, if one is not finite, and if beta is not above 0.
+    Source: DRO, arXiv 2405.19107.
     """
     rewards = _group(rewards)
     temperature = _number(beta, "beta")
@@ -105,8 +105,8 @@ def soft_advantages(rewards: Iterable[float], *, beta: float) -> list[float]:
         raise ValueError(f"beta is {beta!r}, expected a number above 0")
     if _all_equal(rewards):
         return [0.0] * len(rewards)
-    # The largest reward is taken out of the exponential, so that it can not overflow; expm1 and log1p keep the digits
-    # that a large beta would otherwise lose against 1.
+    # The largest reward is taken out of the exponential, so that it cannot overflow. With a large beta the exponential
+    # is close to 1: expm1 and log1p keep the digits that exp and log would lose there.
     top = max(rewards)
     mean = sum(math.expm1((reward - top) / temperature) for reward in rewards) / len(rewards)
     above_top = temperature * math.log1p(mean)
@@ -116,12 +116,12 @@ def soft_advantages(rewards: Iterable[float], *, beta: float) -> list[float]:
 def generalized_advantages(
     rewards: Iterable[float], values: Iterable[float], *, gamma: float, gae_lambda: float
 ) -> tuple[list[float], list[float]]:
-    """GAE over one completion: ``(advantages, returns)``, one each per token.
+    """Return ``(advantages, returns)`` of one completion by GAE, one each per token.
 
     δ_t = r_t + gamma·V_{t+1} − V_t and A_t = δ_t + gamma·gae_lambda·A_{t+1}; returns are A + V. ``rewards`` (often 0
-    but for the last) and ``values`` have one entry per token, the value for the state before it. The value after the
-    last token is 0, also where the completion was cut off: a choice. ``gamma`` and ``gae_lambda`` are in 0…1. Raises
-    ValueError for other ranges, lengths that differ and numbers that are not finite. Source: GAE, arXiv 1506.02438.
+    except for the last token) and ``values`` (of the state before the token) have one entry per token. The value after
+    the last token is taken as 0, even if the completion was cut off. ``gamma`` and ``gae_lambda`` are in 0…1. Raise
+    ValueError if they are not, if lengths differ, and if a number is not finite. Source: GAE, arXiv 1506.02438.
     """
     discount, trace = _number(gamma, "gamma"), _number(gae_lambda, "gae_lambda")
     if not (0 <= discount <= 1 and 0 <= trace <= 1):
@@ -145,10 +145,11 @@ def kl_shaped_returns(
     *,
     kl_coef: float,
 ) -> list[float]:
-    """REINFORCE++: per token, reward − kl_coef · Σ over this and all later tokens of (sampled − reference logprob).
+    """Return, per token, reward − kl_coef · Σ over this and all later tokens of (sampled − reference logprob).
 
-    Both have one entry (in nats) per completion token. With groups pass the reward minus its group's mean. Raises
-    ValueError where lengths differ, and for a number that is not finite. Source: REINFORCE++, arXiv 2501.03262.
+    These are the returns of REINFORCE++. Both lists have one entry (in nats) per completion token. With groups pass
+    the reward minus its group's mean. Raise ValueError if lengths differ, and if a number is not finite.
+    Source: REINFORCE++, arXiv 2501.03262.
     """
     total, coefficient = _number(reward, "reward"), _number(kl_coef, "kl_coef")
     sampled = _numbers(sampled_logprobs, "sampled_logprobs")
@@ -166,11 +167,11 @@ def kl_shaped_returns(
 
 
 def batch_normalize(advantages: Iterable[Iterable[float]]) -> list[list[float]]:
-    """Mean 0 and population deviation 1 over all tokens of a batch: one list of advantages per completion.
+    """Return the advantages with mean 0 and population deviation 1 over all tokens: one list per completion.
 
-    Only tokens with a weight belong in it. Where all are equal each becomes exactly 0.0; where the deviation is below
-    1e-6 they are centred only. Raises ValueError with the position of a number that is not finite. Source:
-    REINFORCE++, arXiv 2501.03262.
+    Pass only tokens that have a weight. If all numbers are equal, each result is exactly 0.0; if the deviation is below
+    1e-6, they are centred only. Raise ValueError with the position if a number is not finite.
+    Source: REINFORCE++, arXiv 2501.03262.
     """
     rows = [_numbers(row, f"advantages[{index}]") for index, row in enumerate(_listed(advantages, "advantages"))]
     flat = [number for row in rows for number in row]
@@ -214,9 +215,7 @@ def _listed(values: Any, where: str) -> list[Any]:
 def _number(value: Any, where: str) -> float:
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except OverflowError:  # an integer beyond every float
-        number = math.inf
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: torch, of several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a torch tensor of several elements
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{where} is {_show(value)}, expected a finite number")
@@ -227,6 +226,6 @@ def _show(value: Any) -> str:
     kind = f"of type {type(value).__name__}"
     try:
         text = kind if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
-    except ValueError:  # Python prints no integer of thousands of digits, whatever holds it
+    except ValueError:  # Python does not print an integer of thousands of digits, alone or in a list
         text = kind
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,8 +1,8 @@
-"""Tensors and datums: what one training example looks like on the wire.
+"""Tensors and datums: the form of one training example on the wire.
 
-A datum of prompt P and completion T holds N = P + T − 1 input tokens; its targets are the same tokens one position
-further on, and every tensor has N entries. Positions whose target is a prompt token carry 0 throughout. Numbers may be
-Python's, or scalars and arrays of numpy or torch; what comes out is plain Python, ready for JSON.
+A datum made of P prompt tokens and T completion tokens has N = P + T − 1 input tokens. Its targets are the same tokens
+shifted by one, and every tensor has N entries. All tensors are 0 at positions whose target is a prompt token. Numbers
+may be Python's, or scalars and arrays of numpy or torch; the result is plain Python, ready for JSON.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class Datum(TypedDict):
 
 
 def tensor(dtype: str, values: Iterable[Any]) -> Tensor:
-    """A tensor of one dimension from numbers: integers ≥ 0 for ``int64``, finite numbers for ``float32``.
+    """Return a tensor of one dimension: integers ≥ 0 for ``int64``, finite numbers for ``float32``.
 
-    Raises ValueError with the position of a value that is neither, and for another dtype.
+    Raise ValueError, with the position, if a value does not fit the dtype, and for any other dtype.
     Source: Whitney, "Datum helpers".
     """
     if dtype not in ("int64", "float32"):
         raise ValueError(f"dtype is {_show(dtype)}, expected 'int64' (token ids) or 'float32' (everything else)")
     numbers = _token_ids(values, "values") if dtype == "int64" else _numbers(values, "values")
-    return {"dtype": dtype, "shape": [len(numbers)], "values": numbers}
+    return _tensor(dtype, numbers)
 
 
 def sft_datum(prompt_tokens: Iterable[int], completion_tokens: Iterable[int]) -> Datum:
-    """A ``cross_entropy`` datum that supervises the completion only: weight 0 on the prompt, 1 on the completion.
+    """Return a ``cross_entropy`` datum that trains on the completion: weight 0 on the prompt, 1 on the completion.
 
-    The prompt has at least one token and both together at least two; a completion of none gives a datum whose
-    weights are all 0. Raises ValueError otherwise. Source: Whitney, "Datum helpers".
+    An empty completion gives a datum whose weights are all 0. Raise ValueError if the prompt is empty, or if both
+    together have fewer than two tokens. Source: Whitney, "Datum helpers".
     """
     prompt = _prompt(prompt_tokens)
     completion = _token_ids(completion_tokens, "completion_tokens")
@@ -60,13 +60,13 @@ def rl_datum(
     clip_low: float | None = None,
     clip_high: float | None = None,
 ) -> Datum:
-    """A datum for ``importance_sampling`` and its family, from one sampled completion.
+    """Return a datum for ``importance_sampling`` and its family, from one sampled completion.
 
     ``sampled_logprobs`` has one entry (in nats) per sampled token. ``advantage`` is one number for the whole
     completion, or one per sampled token. 0 ≤ ``clip_low`` ≤ 1 ≤ ``clip_high`` are probability *ratios* (0.8 and 1.2),
     sent as per-token tensors, which only Tinker takes; on Modal leave both out and use ``loss_config``.
-    Raises ValueError, with the position, for numbers that are not finite, lengths that do not match, an empty
-    prompt, fewer than two tokens, and epsilons given as ratios. Source: Whitney, "Datum helpers".
+    Raise ValueError, with the position, if a number is not finite, lengths do not match, the prompt is empty, there
+    are fewer than two tokens, or an epsilon is given instead of a ratio. Source: Whitney, "Datum helpers".
     """
     prompt = _prompt(prompt_tokens)
     completion = _token_ids(sampled_tokens, "sampled_tokens")
@@ -82,11 +82,11 @@ def trajectory_datum(
     clip_low: float | None = None,
     clip_high: float | None = None,
 ) -> Datum:
-    """The same for a trajectory of several turns, in one sequence: only what was sampled is trained on.
+    """Return the same datum for a trajectory of several turns: only sampled tokens are trained on.
 
-    ``spans`` are ``(tokens, logprobs)`` in their order: logprobs None for an observation (the prompt, a tool's answer),
-    one entry per token for a sampled span. The first span is an observation with at least one token.
-    ``advantage`` is one number, or one per sampled token of all spans together. Raises what ``rl_datum`` raises.
+    ``spans`` is a list of ``(tokens, logprobs)`` in order. ``logprobs`` has one entry per token for a sampled span, and
+    is None for an observation (the prompt, the answer of a tool). The first span is an observation with at least one
+    token. ``advantage`` is one number, or one per sampled token of all spans together. Raise what ``rl_datum`` raises.
     """
     read = []
     for index, span in enumerate(_listed(spans, "spans")):
@@ -108,10 +108,10 @@ def critic_datum(
     values: Iterable[float],
     returns: Iterable[float],
 ) -> Datum:
-    """A ``ppo_critic`` datum: the critic's own ``values`` when it was asked, and the ``returns`` it should learn.
+    """Return a ``ppo_critic`` datum: the ``values`` that the critic gave before, and the ``returns`` it should learn.
 
-    Both have one entry per sampled token, for the state before that token is chosen (``completion_values`` reads
-    them). Raises ValueError, with the position, for numbers that are not finite, and for lengths that do not match.
+    Both have one entry per sampled token, for the state before that token (see ``completion_values``). Raise
+    ValueError, with the position, if a number is not finite, and if lengths do not match.
     """
     prompt = _prompt(prompt_tokens)
     completion = _token_ids(sampled_tokens, "sampled_tokens")
@@ -125,20 +125,21 @@ def critic_datum(
 
 
 def completion_logprobs(result: Mapping[str, Any], prompt_tokens: Iterable[int]) -> list[float]:
-    """The completion's part of a ``logprobs`` result that was asked for prompt and completion together.
+    """Return the logprobs of the completion, from a ``logprobs`` result for prompt and completion together.
 
-    One logprob (in nats) per completion token. Raises ValueError where the result holds none, fewer than the prompt
-    has tokens, or one that is no finite number.
+    One logprob (in nats) per completion token. Raise ValueError if the result has no logprobs, fewer than the prompt
+    has tokens, or one that is not a finite number.
     """
     return _completion_part(result, "logprobs", len(_prompt(prompt_tokens)))
 
 
 def completion_values(output: Mapping[str, Any], prompt_tokens: Iterable[int]) -> list[float]:
-    """The completion's part of one of a ``ppo_critic`` forward's ``outputs``: a value before each completion token.
+    """Return the values of the completion, from one of the ``outputs`` of a ``ppo_critic`` forward.
 
-    Raises ValueError where the output holds none, fewer than the prompt has tokens, or one that is no finite number.
+    One value per completion token, for the state before it. Raise ValueError if the output has no values, too few for
+    the prompt, or one that is not a finite number.
     """
-    # An output belongs to the prefix that ends at its input: the completion's first is that of the prompt's end.
+    # Value i is that of the prefix that ends at input i, so the last prompt token has the first completion's value.
     return _completion_part(output, "values", len(_prompt(prompt_tokens)) - 1)
 
 
@@ -157,7 +158,7 @@ def _policy_datum(
     clip_low: float | None,
     clip_high: float | None,
 ) -> Datum:
-    """A datum of the importance_sampling family; what was not sampled carries 0 throughout."""
+    """Return a datum of the importance_sampling family; its tensors are 0 at tokens that were not sampled."""
     sampled = [logprobs is not None for tokens, logprobs in spans for _ in tokens]
     advantages = iter(_one_per_token(advantage, "advantage", sum(sampled)))
     per_token = {
@@ -175,12 +176,16 @@ def _policy_datum(
 
 
 def _shifted(tokens: list[int], per_token: Mapping[str, list[float]]) -> Datum:
-    """The datum of a sequence: inputs are all but the last token, and its numbers stand where a token is the target."""
+    """Return the datum of a sequence; a number of ``per_token`` is put at the position whose target is its token."""
     if len(tokens) < 2:
         raise ValueError("there is one token in all, prompt and completion together; a datum needs at least two")
-    loss_inputs = {"target_tokens": tensor("int64", tokens[1:])}
-    loss_inputs |= {name: tensor("float32", numbers[1:]) for name, numbers in per_token.items()}
+    loss_inputs = {"target_tokens": _tensor("int64", tokens[1:])}
+    loss_inputs |= {name: _tensor("float32", numbers[1:]) for name, numbers in per_token.items()}
     return {"input": {"token_ids": tokens[:-1]}, "loss_inputs": loss_inputs}
+
+
+def _tensor(dtype: str, values: list[int] | list[float]) -> Tensor:
+    return {"dtype": dtype, "shape": [len(values)], "values": values}
 
 
 def _prompt(prompt_tokens: Any) -> list[int]:
@@ -219,7 +224,7 @@ def _numbers(values: Any, where: str, length: int | None = None) -> list[float]:
 def _number(value: Any, where: str) -> float:
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch, of several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a torch tensor of several elements
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{where} is {_show(value)}, expected a finite number")
@@ -252,6 +257,6 @@ def _show(value: Any) -> str:
     kind = f"of type {type(value).__name__}"
     try:
         text = kind if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
-    except ValueError:  # Python prints no integer of thousands of digits, whatever holds it
+    except ValueError:  # Python does not print an integer of thousands of digits, alone or in a list
         text = kind
     return text if len(text) <= 80 else text[:77] + "..."

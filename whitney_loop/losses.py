@@ -1,7 +1,7 @@
-"""Which loss each provider takes, and with which ``loss_config``: the tables, and the two gates that read them.
+"""The losses of each provider and the keys of their ``loss_config``: two tables, and two functions that check them.
 
-The tables are Whitney's documentation (page "Loop building blocks"), a hint that saves a wasted allocation: the
-capabilities endpoint holds no list of losses. Tinker's row of config keys is this project's reading.
+The tables are Whitney's documentation (page "Loop building blocks"); the capabilities endpoint has no list of losses.
+A check against them finds a mistake before anything is allocated. Tinker's config keys are this project's reading.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ LOSS_CONFIG_KEYS: dict[str, frozenset[str]] = {
     "ppo_critic": frozenset({"value_clip"}),
     "dppo": frozenset({"delta_low", "delta_high"}),
 }
-"""Modal's keys. An empty set: the loss takes no ``loss_config`` at all."""
+"""Modal's keys. A loss with an empty set takes no keys."""
 
-_FLOAT32_MAX = 3.4028234663852886e38  # beyond it a provider's float32 is infinite
+_FLOAT32_MAX = (
+    3.4028234663852886e38  # the largest float32; also in payloads, so that functions of both can be copied out
+)
 
 _TINKER_CONFIG_KEYS: dict[str, frozenset[str]] = {"dro": frozenset({"beta"})}
 
@@ -32,9 +34,9 @@ _TINKER_CONFIG_KEYS: dict[str, frozenset[str]] = {"dro": frozenset({"beta"})}
 def require_advertised_loss(
     provider: str, loss_function: str, support: Mapping[str, Collection[str]] = LOSS_SUPPORT
 ) -> None:
-    """Refuse a loss that Whitney does not forward to this provider, before anything is allocated.
+    """Raise ValueError if Whitney does not forward this loss to this provider; the message lists those it forwards.
 
-    Raises ValueError that names what the provider has. Source: Whitney, "Requiring an advertised loss".
+    Call it before anything is allocated. Source: Whitney, "Requiring an advertised loss".
     """
     supported = support.get(provider) if isinstance(provider, str) else None
     if supported is None:
@@ -47,12 +49,12 @@ def require_advertised_loss(
 
 
 def require_loss_config(provider: str, loss_function: str, loss_config: Mapping[str, object]) -> None:
-    """Refuse a ``loss_config`` that the provider would refuse, or that can not mean what it says.
+    """Raise ValueError, with the key, if the provider would refuse this ``loss_config``.
 
     Keys: ``LOSS_CONFIG_KEYS`` on Modal; on Tinker ``beta`` for ``dro`` and nothing else, since clip ranges are
     per-token tensors there. Values: finite numbers; ``clip_low_threshold`` in 0…1 and ``clip_high_threshold``
-    ≥ 1, ratios and not epsilons; every other key ≥ 0. Raises ValueError that names the key. Source of Modal's
-    keys: Whitney, "Provider loss support"; the ranges are this project's reading.
+    ≥ 1, which are ratios and not epsilons; every other key ≥ 0. Source of Modal's keys: Whitney, "Provider loss
+    support"; the ranges are this project's reading.
     """
     require_advertised_loss(provider, loss_function)
     if not isinstance(loss_config, Mapping):
@@ -69,7 +71,7 @@ def require_loss_config(provider: str, loss_function: str, loss_config: Mapping[
 
 
 def _name(value: object) -> str:
-    """A name as it was given, cut short; of anything else the type."""
+    """Return the name, truncated; for a value that is not a string, its type."""
     return f"{value!r:.80}" if isinstance(value, str) else f"of type {type(value).__name__}"
 
 

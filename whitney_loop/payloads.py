@@ -1,8 +1,7 @@
-"""The JSON primitives of an operation's payload: builders, and the checks that a body must pass before it is sent.
+"""The payloads of operations: functions that build them, and functions that check them before they are sent.
 
-A builder assembles and a ``check_…`` judges. The embedded service refuses with these same checks, so a payload
-that passes here is not refused there for its form. Every message starts with the path of what is wrong:
-``data[3].loss_inputs.logprobs.values[17]``.
+The embedded service uses the same ``check_…`` functions, so it does not refuse the form of a payload that passes here.
+Every message starts with the path of the mistake: ``data[3].loss_inputs.logprobs.values[17]``.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ REQUIRED_LOSS_INPUTS: dict[str, frozenset[str]] = {
     "dppo": _POLICY_INPUTS,
     "ppo_critic": frozenset({"target_tokens", "weights", "values", "returns"}),
 }
-"""Loss → the tensors that each datum must have. A ``forward`` of ``ppo_critic`` asks for values, so it needs none."""
+"""Loss → the tensors that each datum must have. A ``forward`` of ``ppo_critic`` needs neither values nor returns."""
 
 _CLIP_TENSORS = frozenset({"clip_low_threshold", "clip_high_threshold"})
 _KNOWN_TENSORS = frozenset().union(*REQUIRED_LOSS_INPUTS.values()) | _CLIP_TENSORS
 _DTYPES = {name: "int64" if name == "target_tokens" else "float32" for name in _KNOWN_TENSORS}
 
 _INT64_MAX = 2**63 - 1
-_FLOAT32_MAX = 3.4028234663852886e38  # beyond it a provider's float32 is infinite
+_FLOAT32_MAX = 3.4028234663852886e38  # the largest float32; also in losses, so that functions of both can be copied out
 
 _RANGES: dict[str, Callable[[float], bool]] = {
     "at least 0": lambda number: number >= 0,
@@ -57,10 +56,10 @@ def forward_backward_payload(
     loss_function: str,
     loss_config: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Assemble a ForwardPayload ``{data, loss_function, loss_config}``; ``check_payload`` is what judges it.
+    """Return a ForwardPayload ``{data, loss_function, loss_config}``. It is not checked: see ``check_payload``.
 
-    Raises ValueError where ``data`` is empty or no list, or ``loss_config`` no object. Source: Whitney, "Building a
-    forward payload".
+    Raise ValueError if ``data`` is empty or not a list, or ``loss_config`` is not an object.
+    Source: Whitney, "Building a forward payload".
     """
     if isinstance(data, (str, Mapping)) or not isinstance(data, Iterable):
         raise ValueError(f"data is {_show(data)}, expected a list of datums")
@@ -82,10 +81,10 @@ def adamw_optimizer(
     weight_decay: float = 0.0,
     grad_clip_norm: float = 0.0,
 ) -> dict[str, Any]:
-    """The ``optimizer`` of an ``optim_step``. Every field is sent, since the defaults of providers differ.
+    """Return the ``optimizer`` of an ``optim_step``. Every field is sent, because the providers' defaults differ.
 
     ``learning_rate``, ``weight_decay`` ≥ 0; betas in [0, 1); ``eps`` > 0; ``grad_clip_norm`` the largest global
-    norm of the gradient, 0 for no clipping. Raises ValueError that names the field.
+    norm of the gradient, 0 for no clipping. Raise ValueError, with the field, if one is out of its range.
     """
     optimizer = {
         "type": "adamw",
@@ -111,12 +110,12 @@ def sample_request(
     seed: int | None = None,
     stop: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """The payload of ``sample``: ``num_samples`` completions of at most ``max_tokens`` tokens each.
+    """Return the payload of ``sample``: ``num_samples`` completions of at most ``max_tokens`` tokens each.
 
     ``temperature`` ≥ 0 (0 takes the likeliest token), ``top_p`` in (0, 1], ``top_k`` ≥ 1 or −1 for off, ``seed`` ≥ 0,
-    ``stop`` a list of token ids that end a completion. The logprobs that come back are those of the untempered,
-    untruncated policy, so an importance ratio is exact only at ``temperature`` 1, ``top_p`` 1, ``top_k`` −1.
-    Raises ValueError that names the field.
+    ``stop`` a list of token ids that end a completion. The service returns the logprobs of the policy before
+    temperature, top_p and top_k are applied, so importance ratios are exact only for 1, 1 and −1.
+    Raise ValueError, with the field, if one is out of its range.
     """
     params: dict[str, Any] = {
         "max_tokens": _plain(max_tokens),
@@ -138,9 +137,9 @@ def sample_request(
 
 
 def logprobs_request(token_ids: Sequence[int]) -> dict[str, Any]:
-    """The payload of ``logprobs``; its answer holds one logprob per token, the first None.
+    """Return the payload of ``logprobs``. The result has one logprob per token, the first None.
 
-    Raises ValueError where there is no token or one is not an integer ≥ 0.
+    Raise ValueError if there is no token, or one is not an integer ≥ 0.
     """
     request = {"input": {"token_ids": _plain_list(token_ids)}}
     check_logprobs_request(request)
@@ -148,11 +147,11 @@ def logprobs_request(token_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def check_payload(payload: object, provider: str, *, kind: str = "forward_backward") -> None:
-    """The whole preflight of a ForwardPayload: raises ValueError where the provider would refuse it, else None.
+    """Raise ValueError, with the path of the mistake, if the provider would refuse this ForwardPayload.
 
-    Judges structure, dtypes, shapes, one length per datum, finite numbers within float32, integer token ids ≥ 0, the
-    tensors that the loss needs, the provider's loss table and config keys, clip tensors (Tinker's only) and their
-    ratios where the weight is not 0. ``kind``: the operation it is for, ``forward_backward`` or ``forward``.
+    Checks structure, dtypes, shapes, one length per datum, finite numbers within float32, integer token ids ≥ 0, the
+    tensors that the loss needs, the provider's losses and config keys, and clip tensors (only Tinker has them), whose
+    ratios count only at weights other than 0. ``kind`` is the operation, ``forward_backward`` or ``forward``.
     Source: Whitney, "Loop building blocks", for names, dtypes and tables; the rest is this project's reading.
     """
     if kind not in ("forward_backward", "forward"):
@@ -163,13 +162,13 @@ def check_payload(payload: object, provider: str, *, kind: str = "forward_backwa
     require_loss_config(provider, loss_function, payload["loss_config"])
     required = REQUIRED_LOSS_INPUTS[loss_function]
     if loss_function == "ppo_critic" and kind == "forward":
-        required = frozenset({"target_tokens", "weights"})  # values and returns are what it is asked for, or both there
+        required = frozenset({"target_tokens", "weights"})  # it computes the values
     for index, datum in enumerate(_require_list(payload["data"], "data", "datum")):
         _check_datum(datum, f"data[{index}]", loss_function, required, provider)
 
 
 def check_sample_request(request: object) -> None:
-    """Raise ValueError where the payload of a ``sample`` breaks the ranges of ``sample_request``."""
+    """Raise ValueError if the payload of a ``sample`` breaks the ranges of ``sample_request``."""
     request = _require_object(request, "request", ("prompt", "num_samples", "sampling_params"))
     _check_token_ids(_require_object(request["prompt"], "prompt", ("token_ids",))["token_ids"], "prompt.token_ids")
     _require_integer(request["num_samples"], "num_samples", low=1)
@@ -187,13 +186,13 @@ def check_sample_request(request: object) -> None:
 
 
 def check_logprobs_request(request: object) -> None:
-    """Raise ValueError where the payload of a ``logprobs`` is not ``{"input": {"token_ids": [integers ≥ 0]}}``."""
+    """Raise ValueError if the payload of a ``logprobs`` is not ``{"input": {"token_ids": [integers ≥ 0]}}``."""
     request = _require_object(request, "request", ("input",))
     _check_token_ids(_require_object(request["input"], "input", ("token_ids",))["token_ids"], "input.token_ids")
 
 
 def check_optimizer_payload(payload: object) -> None:
-    """Raise ValueError where the payload of an ``optim_step`` breaks the ranges of ``adamw_optimizer``."""
+    """Raise ValueError if the payload of an ``optim_step`` breaks the ranges of ``adamw_optimizer``."""
     payload = _require_object(payload, "payload", ("optimizer",))
     optimizer = _require_object(payload["optimizer"], "optimizer", ("type", *_OPTIMIZER_RANGES))
     if optimizer["type"] != "adamw":
@@ -250,7 +249,7 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
         _check_token_ids(numbers, f"{where}.values")
         return
     for index, number in enumerate(numbers):
-        # One fast test passes nearly every entry; the slow one finds the words for those that fail.
+        # A fast test for nearly every entry; the slow one words the message.
         if type(number) is not float or not -_FLOAT32_MAX <= number <= _FLOAT32_MAX:
             _require_number(number, f"{where}.values[{index}]")
 
@@ -310,21 +309,21 @@ def _require_range(value: object, where: str, expected: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A numpy or torch scalar as Python's own number (``item`` is theirs); anything else is left to the check."""
+    """Return a numpy or torch scalar (they have ``item``) as a Python number, and anything else unchanged."""
     try:
         return value.item()
-    except (AttributeError, ValueError, RuntimeError):  # no scalar of theirs, or an array of several
+    except (AttributeError, ValueError, RuntimeError):  # not such a scalar, or an array of several
         return value
 
 
 def _plain_list(values: Any) -> Any:
-    """The same for a sequence, range or array of them."""
+    """Return a list of such numbers from a sequence, range or array."""
     return [_plain(value) for value in values] if isinstance(values, Iterable) else values
 
 
 def _show(value: object) -> str:
-    """What stands there, in few characters."""
-    if isinstance(value, int) and value.bit_length() > 64:  # Python may refuse to print one of thousands of digits
+    """Return a short description of the value."""
+    if isinstance(value, int) and value.bit_length() > 64:  # Python does not print one of thousands of digits
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (dict, list)) and value:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
