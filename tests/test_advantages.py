@@ -48,6 +48,18 @@ def test_equal_rewards_give_exactly_zero(estimate, reward, size):
     assert all_zero(estimate([reward] * size))
 
 
+@pytest.mark.parametrize("estimate", [*GROUP_ESTIMATORS, lambda rewards: batch_normalize([rewards])[0]])
+@pytest.mark.parametrize("rewards", [[0.3, 0.1 + 0.2, 0.3, 0.3], [1e9, 1e9 + 1e-6], [1e-13, 0.0, -1e-13]])
+def test_rewards_that_differ_only_by_rounding_are_equal(estimate, rewards):
+    assert estimate(rewards) == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("estimate", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("rewards", [[1e9, 1e9 + 1], [0.0, 1e-11], [1.0, 1.0 - 1e-11], [-1.7e308, 1.0]])
+def test_rewards_that_differ_by_more_than_rounding_are_not_equal(estimate, rewards):
+    assert not all_zero(estimate(rewards))
+
+
 def test_leave_one_out_subtracts_the_mean_of_the_others():
     assert leave_one_out_baseline([1, 2, 6]) == [-3.0, -1.5, 4.5]
 

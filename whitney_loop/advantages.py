@@ -2,7 +2,8 @@
 
 Numbers may be Python's, or scalars and arrays of numpy or torch; the results are plain floats. A number that is not
 finite raises ValueError with its position. If all rewards are equal, every advantage is exactly 0.0. That is decided
-on the rewards, because a difference to their rounded mean would look like a signal.
+on the rewards, because a difference to their rounded mean would look like a signal. Rewards that differ only by
+rounding, such as 0.3 and 0.1 + 0.2, are equal.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+_ROUNDING = 1e-12  # numbers that differ by less, absolutely or relative to the largest, count as equal
 _LEAST_DEVIATION = 1e-6  # dividing by less would turn rounding errors into advantages
 
 
@@ -191,7 +193,9 @@ def _group(rewards: Any) -> list[float]:
 
 
 def _all_equal(numbers: list[float]) -> bool:
-    return all(number == numbers[0] for number in numbers)
+    """Return True if the numbers differ by no more than rounding: AdamW makes a real step of a gradient of 1e-16."""
+    low, high = min(numbers), max(numbers)
+    return high - low <= _ROUNDING * max(1.0, abs(low), abs(high))
 
 
 def _finite(results: list[float]) -> list[float]:
