@@ -42,10 +42,10 @@ def soft(beta):
     return [reward - baseline for reward in REWARDS]
 
 
-def penalised(coefficient):
+def penalised(rows, coefficient):
     return [
-        [advantage - coefficient * (q - r) for q, r in zip(sampled, reference, strict=True)]
-        for advantage, sampled, reference in zip(NORMED, LOGPROBS, REFERENCE, strict=True)
+        [advantage - coefficient * (q - r) for advantage, q, r in zip(row, sampled, reference, strict=True)]
+        for row, sampled, reference in zip(rows, LOGPROBS, REFERENCE, strict=True)
     ]
 
 
@@ -59,8 +59,8 @@ def standardised(rows):
 def shaped(coefficient):
     return standardised(
         [
-            [advantage - coefficient * sum(q - r for q, r in zip(sampled[t:], ref[t:], strict=True)) for t in range(n)]
-            for advantage, sampled, ref, n in zip(CENTRED, LOGPROBS, REFERENCE, LENGTHS, strict=True)
+            [reward - coefficient * sum(q - r for q, r in zip(sampled[t:], ref[t:], strict=True)) for t in range(n)]
+            for reward, sampled, ref, n in zip(REWARDS, LOGPROBS, REFERENCE, LENGTHS, strict=True)
         ]
     )
 
@@ -79,12 +79,13 @@ EXPECTED = {
     "dppo": ("dppo", whole(NORMED), None, {"delta_low": 0.2, "delta_high": 0.2}),
     "dr_grpo": ("ppo", whole(CENTRED), (0.8, 1.2), {}),
     "dro": ("dro", whole(soft(0.5)), None, {"beta": 0.5}),
-    "grpo_kl": ("ppo", penalised(0.05), (0.8, 1.2), {}),
+    "grpo_kl": ("ppo", penalised(whole(NORMED), 0.05), (0.8, 1.2), {}),
     "gspo": ("gspo", whole([NORMED[0] / 2, NORMED[1], 0.0]), (1 - 3e-4, 1 + 4e-4), {}),
     "length_normalized": ("ppo", whole([NORMED[0] / 2, NORMED[1], 0.0]), (0.8, 1.2), {}),
     "ppo": ("ppo", whole(NORMED), (0.8, 1.2), {}),
     "ppo_critic": ("ppo", standardised(GAE), (0.8, 1.2), {}),
     "reinforce_pp": ("ppo", shaped(0.01), (0.8, 1.2), {}),
+    "reinforce_pp_baseline": ("ppo", penalised(standardised(whole(CENTRED)), 0.01), (0.8, 1.2), {}),
     "rloo": ("importance_sampling", whole([1 - 0.25, 0 - 0.75, 0.5 - 0.5]), None, {}),
 }
 PROVIDERS = [
@@ -185,7 +186,7 @@ def test_a_uniform_group_has_no_gradient_signal(name, provider, monkeypatch):
         build(name, provider, monkeypatch, rewards=[0.1, 0.1, 0.1])
 
 
-@pytest.mark.parametrize("name", ["grpo_kl", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["grpo_kl", "reinforce_pp", "reinforce_pp_baseline"])
 def test_the_reference_is_the_sampler_of_cycle_0(name, monkeypatch):
     ctx = context("modal")
     with pytest.raises(NoGradientSignal):  # also where cycle 0 has no signal
@@ -239,29 +240,57 @@ def test_a_critic_without_outputs_is_said(monkeypatch):
         build("ppo_critic", "modal", monkeypatch, ctx=ctx)
 
 
-def test_reinforce_pp_centres_each_group_leaves_out_a_uniform_one_and_normalises_over_the_batch(monkeypatch):
-    module = importlib.import_module("algorithms.reinforce_pp")
-    monkeypatch.setattr(module, "reward", lambda tokens: tokens[0] / 100)
-    groups = [([1, 2], [[10, 11], [30]]), ([3], [[50], [50, 51]]), ([4, 5], [[10], [90, 1, 2]])]
+BATCH = [([1, 2], [[10, 11], [30]]), ([3], [[50], [50, 51]]), ([4, 5], [[10], [90, 1, 2]])]  # prompt, completions
+
+
+def build_batch(name, groups, monkeypatch):
+    """The payload and the context; the reward is the first token / 100, and each token has a KL of 0.5."""
+    module = importlib.import_module(f"algorithms.{name}")
+    monkeypatch.setattr(module, "reward", lambda tokens: (tokens or [0])[0] / 100)
     samples = [
         {"sequences": [{"tokens": tokens, "logprobs": [-1.0] * len(tokens)} for tokens in completions]}
         for _, completions in groups
     ]
-    requests = [{"prompt": {"token_ids": prompt}} for prompt, _ in groups]
     ctx = context("modal")
     ctx.client.sampler_operations = lambda run_id, sampler_id, kind, payloads: [
         {"logprobs": [None, *[-1.5] * (len(payload["input"]["token_ids"]) - 1)]} for payload in payloads
     ]
-    payload = module.build_batch_loss(samples, 0, requests, ctx)
+    payload = module.build_batch_loss(samples, 0, [{"prompt": {"token_ids": prompt}} for prompt, _ in groups], ctx)
     check_payload(payload, "modal")
-    # By hand: each token has a KL of 0.5 to the reference, so what is to come of it counts 0.005 a token.
-    expected = standardised([[-0.1 - 0.01, -0.1 - 0.005], [0.1 - 0.005], [-0.4 - 0.005], [0.4 - 0.015, 0.39, 0.395]])
-    advantages = [
-        datum["loss_inputs"]["advantages"]["values"][len(prompt) - 1 :]
-        for datum, prompt in zip(payload["data"], [[1, 2], [1, 2], [4, 5], [4, 5]], strict=True)
+    return payload, ctx
+
+
+def sampled_advantages(payload):
+    tensors = [datum["loss_inputs"] for datum in payload["data"]]
+    return [
+        [a for a, weight in zip(of["advantages"]["values"], of["weights"]["values"], strict=True) if weight]
+        for of in tensors
     ]
-    for row, of_hand in zip(advantages, expected, strict=True):
-        assert row == pytest.approx(of_hand)
+
+
+def test_reinforce_pp_normalises_reward_and_kl_over_all_completions_of_the_batch(monkeypatch):
+    payload, ctx = build_batch("reinforce_pp", BATCH, monkeypatch)
+    by_hand = [
+        [0.1 - 0.01, 0.1 - 0.005], [0.3 - 0.005], [0.5 - 0.005], [0.5 - 0.01, 0.5 - 0.005],
+        [0.1 - 0.005], [0.9 - 0.015, 0.9 - 0.01, 0.9 - 0.005],
+    ]  # fmt: skip
+    for row, expected in zip(sampled_advantages(payload), standardised(by_hand), strict=True):
+        assert row == pytest.approx(expected)
+    assert ctx.metrics == {"reward": [0.1, 0.3, 0.5, 0.5, 0.1, 0.9]}
+
+
+def test_reinforce_pp_needs_no_groups_and_no_empty_completion_gives_it_a_signal(monkeypatch):
+    payload, _ = build_batch("reinforce_pp", [([1], [[10]]), ([2], [[30]])], monkeypatch)
+    assert sampled_advantages(payload) == [[pytest.approx(-1)], [pytest.approx(1)]]
+    with pytest.raises(NoGradientSignal, match="every completion of the batch has the same reward"):
+        build_batch("reinforce_pp", [([1], [[10], []]), ([2], [[10, 11]])], monkeypatch)
+
+
+def test_reinforce_pp_baseline_centres_each_group_leaves_out_a_uniform_one_and_adds_the_kl_last(monkeypatch):
+    payload, ctx = build_batch("reinforce_pp_baseline", BATCH, monkeypatch)
+    by_hand = standardised([[-0.1, -0.1], [0.1], [-0.4], [0.4, 0.4, 0.4]])
+    for row, expected in zip(sampled_advantages(payload), by_hand, strict=True):
+        assert row == pytest.approx([advantage - 0.01 * 0.5 for advantage in expected])
     assert ctx.metrics["groups/uniform_frac"] == pytest.approx(1 / 3)
     assert ctx.metrics["reward"] == [0.1, 0.3, 0.5, 0.5, 0.1, 0.9]
 

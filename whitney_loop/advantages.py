@@ -149,9 +149,9 @@ def kl_shaped_returns(
 ) -> list[float]:
     """Return, per token, reward − kl_coef · Σ over this and all later tokens of (sampled − reference logprob).
 
-    These are the returns of REINFORCE++. Both lists have one entry (in nats) per completion token. With groups pass
-    the reward minus its group's mean. Raise ValueError if lengths differ, and if a number is not finite.
-    Source: REINFORCE++, arXiv 2501.03262.
+    These are the returns of REINFORCE++ without groups; with groups, the penalty is that of ``kl_adjust_advantages``,
+    after ``batch_normalize``. Both lists have one entry (in nats) per completion token. Raise ValueError if lengths
+    differ, and if a number is not finite. Source: REINFORCE++, arXiv 2501.03262.
     """
     total, coefficient = _number(reward, "reward"), _number(kl_coef, "kl_coef")
     sampled = _numbers(sampled_logprobs, "sampled_logprobs")
