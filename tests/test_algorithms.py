@@ -74,12 +74,12 @@ GAE = [
 
 # name: (loss, advantages per token, (low, high) of the clip, config beside the clip)
 EXPECTED = {
-    "cispo": ("cispo", whole(NORMED), (0.0, 1.2), {}),
-    "dapo": ("ppo", whole(NORMED), (0.8, 1.28), {}),
+    "cispo": ("cispo", whole([advantage / 6 for advantage in NORMED]), (0.0, 1.2), {}),
+    "dapo": ("ppo", whole([advantage / 6 for advantage in NORMED]), (0.8, 1.28), {}),
     "dppo": ("dppo", whole(NORMED), None, {"delta_low": 0.2, "delta_high": 0.2}),
     "dr_grpo": ("ppo", whole(CENTRED), (0.8, 1.2), {}),
     "dro": ("dro", whole(soft(0.5)), None, {"beta": 0.5}),
-    "grpo_kl": ("ppo", penalised(whole(NORMED), 0.05), (0.8, 1.2), {}),
+    "grpo_kl": ("ppo", penalised(whole(NORMED), 0.04), (0.8, 1.2), {}),
     "gspo": ("gspo", whole([NORMED[0] / 2, NORMED[1], 0.0]), (1 - 3e-4, 1 + 4e-4), {}),
     "length_normalized": ("ppo", whole([NORMED[0] / 2, NORMED[1], 0.0]), (0.8, 1.2), {}),
     "ppo": ("ppo", whole(NORMED), (0.8, 1.2), {}),
@@ -295,6 +295,16 @@ def test_reinforce_pp_baseline_centres_each_group_leaves_out_a_uniform_one_and_a
     assert ctx.metrics["reward"] == [0.1, 0.3, 0.5, 0.5, 0.1, 0.9]
 
 
+def test_dapo_can_take_up_to_1_from_the_reward_of_a_completion_that_is_nearly_too_long(monkeypatch):
+    module = importlib.import_module("algorithms.dapo")
+    assert [module.overlong_penalty([1] * length, 3) for length in range(4)] == [0, 0, 0, 0]
+    monkeypatch.setattr(module, "OVERLONG_TOKENS", 2)
+    assert [module.overlong_penalty([1] * length, 3) for length in range(4)] == [0, 0, -0.5, -1]
+    ctx = context("modal")
+    build("dapo", "modal", monkeypatch, ctx=ctx)
+    assert ctx.metrics["reward"] == [1.0 - 0.5, 0.0, 0.5 - 1.0]
+
+
 def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of_times(monkeypatch):
     module = importlib.import_module("algorithms.dapo")
     monkeypatch.setattr(module, "reward", lambda tokens: 0.5)
@@ -330,7 +340,7 @@ def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed, monke
     uniform = {"sequences": [{"tokens": [9], "logprobs": [-1.0]}] * 2}
     payload = module.build_loss(uniform, 0, request, ctx)
     assert [datum["loss_inputs"]["target_tokens"]["values"][-1] for datum in payload["data"]] == [3, 4]
-    assert [datum["loss_inputs"]["advantages"]["values"][-1] for datum in payload["data"]] == [-1.0, 1.0]
+    assert [datum["loss_inputs"]["advantages"]["values"][-1] for datum in payload["data"]] == [-0.5, 0.5]
     assert [call[:3] for call in asked] == [("run-1", "smp-0", "sample")]
     assert asked[0][3] != own_seed and 0 <= asked[0][3] < 2**31
     assert ctx.metrics == {"reward": [3.0, 4.0], "resamples": 1}

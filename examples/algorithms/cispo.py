@@ -1,8 +1,10 @@
 """CISPO: the importance weight is clipped, not the token's gradient, so no token is dropped.
 
-−Σ sg(min(r, high))·logprob·A with A = (reward − group mean) / group deviation; sg stops the gradient.
-CISPO (MiniMax-M1), arXiv 2506.13585. Modal and Tinker. Updates: several (``--updates 4``). Knobs: the clip range;
-the paper leaves the low side open.
+−Σ sg(min(r, high))·logprob·A / tokens of the group, with A = (reward − group mean) / population deviation of the
+group; sg stops the gradient.
+CISPO (MiniMax-M1), arXiv 2506.13585. Modal and Tinker. Updates: several (``--updates 4``).
+Divisor: the number of tokens of the group, as in the paper's formula (common code takes those of the batch).
+Constants: the low side is open, as in the paper; the paper gives no number for the high side, 1.2 is our choice.
 """
 
 from typing import Any
@@ -13,6 +15,7 @@ from whitney_loop import (
     NoGradientSignal,
     all_zero,
     group_mean_advantages,
+    length_normalize,
     policy_payload,
 )
 
@@ -26,6 +29,8 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
+    tokens_of_group = max(sum(len(sequence["tokens"]) for sequence in sample["sequences"]), 1)
+    scaled = [length_normalize(advantage, tokens_of_group) for advantage in advantages]
     return policy_payload(
-        sample, request, advantages, LOSS_FUNCTION, provider=ctx.provider, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
+        sample, request, scaled, LOSS_FUNCTION, provider=ctx.provider, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
     )

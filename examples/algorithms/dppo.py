@@ -1,8 +1,10 @@
-"""DPPO: a token is masked by how far its probability has moved, not by its ratio.
+"""DPPO: a token is masked by how far its probability has moved, not by its ratio, so rare tokens have room to move.
 
-−Σ m·r·A with A = (reward − group mean) / group deviation; m = 0 where A > 0 and the probability rose by more than
-delta_high, or A < 0 and it fell by more than delta_low (binary total variation). Rare tokens keep room to move.
-DPPO, arXiv 2602.04879. Modal. Updates: several (``--updates 4``). Knobs: the two differences.
+−Σ m·r·A with A = (reward − group mean) / population deviation of the group. m = 0 if A > 0 and the probability has
+risen by more than delta_high, or if A < 0 and it has fallen by more than delta_low (binary total variation); else 1.
+DPPO, arXiv 2602.04879. Modal. Updates: several (``--updates 4``).
+Divisor: none, a sum over tokens. Left out: the paper's division by a constant, the number of completions.
+Constants: the differences are those of SkyRL; verl has 0.15.
 """
 
 from typing import Any

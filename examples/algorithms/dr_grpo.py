@@ -1,8 +1,10 @@
-"""Dr. GRPO: GRPO done right, with neither of the divisions that bias it.
+"""Dr. GRPO: GRPO without the two divisions that bias it.
 
-A = reward − group mean: not divided by the deviation, which favours prompts that are nearly solved or hopeless, and
-no term divided by its sequence's length, which favours long wrong answers. The surrogate is PPO's, a sum over tokens.
-Dr. GRPO, arXiv 2503.20783. Modal and Tinker. Updates: several (``--updates 4``). Knobs: the clip range.
+−Σ min(r·A, clip(r)·A) with A = reward − group mean. It is not divided by the group's deviation, which favours prompts
+that are nearly solved or hopeless, nor by the length of the completion, which favours long wrong answers.
+Dr. GRPO, arXiv 2503.20783. Modal and Tinker. Updates: several (``--updates 4``).
+Divisor: none, a sum over tokens. Left out: the paper's division by a constant, the number of completions.
+Constants: the clip range is that of PPO's paper (0.2 on both sides).
 """
 
 from typing import Any

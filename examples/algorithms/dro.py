@@ -1,10 +1,12 @@
-"""DRO: regression of the log-ratio on a soft advantage, instead of a clip.
+"""DRO: a regression of the log-ratio on a soft advantage, instead of a clip.
 
 −Σ (logprob·A − ½·beta·(logprob − sampled logprob)²) with A = reward − beta·log(mean over the group of
-exp(reward / beta)). Group means here would be another algorithm. The paper squares the log-ratio of the sequence, the
-loss that is offered that of each token: its pull to the sampler is weaker.
-DRO, arXiv 2405.19107. Tinker. Updates: several (``--updates 4``). Knobs: beta, the pull to the sampler, the same
-in the advantage and in the loss.
+exp(reward / beta)). A group mean instead would be another algorithm. beta pulls the policy to the sampler; it is the
+same in the advantage and in the loss.
+DRO, arXiv 2405.19107. Tinker. Updates: several (``--updates 4``).
+Divisor: none, a sum over tokens. Left out: the paper's learned value, which the soft mean of the group replaces, and
+the square of the whole completion's log-ratio: the loss squares that of each token, which pulls less.
+Constants: beta is our choice for rewards between 0 and 1.
 """
 
 from typing import Any

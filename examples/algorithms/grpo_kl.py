@@ -1,10 +1,12 @@
 """GRPO with a KL penalty against the model that training started from, per token in the advantage.
 
-A_t = (reward − group mean) / group deviation − KL_COEF·(sampled logprob − reference logprob), under PPO's surrogate.
-The reference is the sampler of cycle 0, which a service keeps as long as the run; each completion costs a ``logprobs``.
-A group whose rewards are equal is skipped, although its penalty alone has a gradient: it would only pull back.
-GRPO, arXiv 2402.03300 (there the penalty stands in the loss, with another estimate of the same KL). Modal and Tinker.
-Updates: several (``--updates 4``). Knobs: the clip range, KL_COEF.
+A_t = (reward − group mean) / population deviation of the group − KL_COEF·(sampled logprob − reference logprob), under
+PPO's surrogate. The reference is the sampler of cycle 0, which a service keeps as long as the run; each completion
+costs a ``logprobs``. A group with equal rewards is skipped: its penalty has a gradient, but it would only pull back.
+GRPO, arXiv 2402.03300. Modal and Tinker. Updates: several (``--updates 4``).
+Divisor: none, a sum over tokens; the paper divides by the length of each completion and by their number. Otherwise than
+in the paper the KL is part of the advantage, and its estimate is that of one token (k1, there k3).
+Constants: KL_COEF is the paper's; the clip range is that of PPO's paper (0.2 on both sides).
 """
 
 from typing import Any
@@ -22,9 +24,9 @@ from whitney_loop import (
 )
 
 LOSS_FUNCTION = "ppo"
-OPERATIONS = ("logprobs",)  # beside the loop's own: a service without them is refused before a session exists
+OPERATIONS = ("logprobs",)  # besides the loop's own: a service without them is refused before a session exists
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
-KL_COEF = 0.05
+KL_COEF = 0.04
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:

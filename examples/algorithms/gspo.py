@@ -1,8 +1,11 @@
-"""GSPO: one importance ratio for the whole sequence, clipped very near 1.
+"""GSPO: one importance ratio for the whole completion, clipped very near 1.
 
-−Σ_i 1/|y_i| Σ_t min(s_i·A_i, clip(s_i)·A_i), s_i = exp(mean over the sequence of (logprob − sampled logprob)),
-A = (reward − group mean) / group deviation. The service sums over tokens, so the 1/|y| is put into the advantage.
-GSPO, arXiv 2507.18071. Modal. Updates: several (``--updates 4``). Knobs: the clip range, the paper's.
+−Σ_i 1/|y_i| Σ_t min(s_i·A_i, clip(s_i)·A_i), s_i = exp(mean over the completion of (logprob − sampled logprob)),
+A = (reward − group mean) / population deviation of the group. The service sums over tokens, so 1/|y_i| is a factor of
+the advantage.
+GSPO, arXiv 2507.18071. Modal. Updates: several (``--updates 4``).
+Divisor: the length of each completion. Left out: the paper's division by a constant, the number of completions.
+Constants: the clip range is the paper's.
 """
 
 from typing import Any

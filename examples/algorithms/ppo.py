@@ -1,8 +1,10 @@
-"""PPO's clipped surrogate on group-relative advantages: GRPO without length normalisation and KL term.
+"""PPO's clipped surrogate on group-relative advantages.
 
-−Σ min(r·A, clip(r)·A) with r = exp(logprob − sampled logprob), A = (reward − group mean) / group deviation.
-PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300. Modal and Tinker. Updates: several (``--updates 4``); the clip acts
-from the second on. Knobs: the clip range.
+−Σ min(r·A, clip(r)·A) with r = exp(logprob − sampled logprob), A = (reward − group mean) / population deviation of the
+group. The clip acts from the second update on.
+PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300. Modal and Tinker. Updates: several (``--updates 4``).
+Divisor: none, a sum over tokens. Left out: GRPO's length normalisation (``length_normalized``) and KL (``grpo_kl``).
+Constants: the clip range is that of PPO's paper (0.2 on both sides).
 """
 
 from typing import Any

@@ -1,11 +1,14 @@
 """PPO with a critic: a second run in the same session learns the value of every prefix.
 
-The critic's values give GAE advantages and the returns it should learn; the policy takes PPO's clipped surrogate with
-A normalised over the batch, the critic ½·max((clip(v) − R)², (v − R)²) with v kept within VALUE_CLIP of its old value.
-The reward comes with the last token. The batch is all groups of a cycle (``--batch-size``), so the loop calls
-``build_batch_loss``; the critic takes its own updates on it, before the policy takes those of ``--updates``.
+The critic's values give GAE advantages, and the returns that it should learn. The policy is trained with PPO's clipped
+surrogate, A with mean 0 and population deviation 1 over all tokens of the batch; the critic with
+½·max((clip(v) − R)², (v − R)²), where clip keeps v within VALUE_CLIP of its old value. The reward comes with the last
+token. The batch is all groups of a cycle (``--batch-size``), so the loop calls ``build_batch_loss``; the critic takes
+its own updates on it, before the policy takes those of ``--updates``.
 PPO, arXiv 1707.06347; GAE, arXiv 1506.02438. Modal, which alone has the critic's loss. Updates: several
-(``--updates 4``). Knobs: the clip ranges, GAMMA, GAE_LAMBDA, the critic's updates and learning rate.
+(``--updates 4``). Divisor: none, a sum over tokens. Left out: the entropy bonus of PPO's paper.
+Constants: the clip range and GAE_LAMBDA are those of PPO's paper; GAMMA is 1 since the reward comes at the end;
+VALUE_CLIP, CRITIC_UPDATES, learning rate and rank are our choice for the embedded model.
 """
 
 from typing import Any
@@ -28,7 +31,7 @@ from whitney_loop import (
 )
 
 LOSS_FUNCTION = "ppo_critic"  # of the critic: the loop refuses a provider without it
-OPERATIONS = ("forward",)  # beside the loop's own: a service without them is refused before a session exists
+OPERATIONS = ("forward",)  # besides the loop's own: a service without them is refused before a session exists
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
 VALUE_CLIP = 0.2  # acts from the second update on
 CRITIC_UPDATES = 4

@@ -4,7 +4,9 @@ A_t = reward − KL_COEF·Σ_{u≥t} (sampled logprob − reference logprob), th
 tokens of the batch, under PPO's surrogate. The batch is all prompts of a cycle (``--batch-size``), so the loop calls
 ``build_batch_loss``. The reference is the sampler of cycle 0, which a service keeps as long as the run; each completion
 costs a ``logprobs``. If all rewards are equal, the cycle is skipped: otherwise the normalised KL would be the signal.
-REINFORCE++, arXiv 2501.03262. Modal and Tinker. Updates: several (``--updates 4``). Knobs: the clip range, KL_COEF.
+REINFORCE++, arXiv 2501.03262. Modal and Tinker. Updates: several (``--updates 4``).
+Divisor: none, a sum over tokens.
+Constants: the clip range is that of PPO's paper (0.2 on both sides); KL_COEF is our choice.
 """
 
 from typing import Any
@@ -25,8 +27,8 @@ from whitney_loop import (
 
 LOSS_FUNCTION = "ppo"
 OPERATIONS = ("logprobs",)  # besides the loop's own: a service without them is refused before a session exists
-CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios, as in PPO's paper: the surrogate is flat beyond them
-KL_COEF = 0.01  # this project's choice
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
+KL_COEF = 0.01
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:

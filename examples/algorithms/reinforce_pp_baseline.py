@@ -7,7 +7,9 @@ The batch is all groups of a cycle (``--batch-size``): the loop calls ``build_ba
 is left out and does not count in mean and deviation: its zeros would make all other advantages larger, and the mean
 would give it an advantage for no reason. The reference is the sampler of cycle 0, which a service keeps as long as the
 run; each completion costs a ``logprobs``.
-REINFORCE++, arXiv 2501.03262. Modal and Tinker. Updates: several (``--updates 4``). Knobs: the clip range, KL_COEF.
+REINFORCE++, arXiv 2501.03262. Modal and Tinker. Updates: several (``--updates 4``).
+Divisor: none, a sum over tokens.
+Constants: the clip range is that of PPO's paper (0.2 on both sides); KL_COEF is our choice.
 """
 
 from typing import Any
@@ -29,8 +31,8 @@ from whitney_loop import (
 
 LOSS_FUNCTION = "ppo"
 OPERATIONS = ("logprobs",)  # besides the loop's own: a service without them is refused before a session exists
-CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios, as in PPO's paper: the surrogate is flat beyond them
-KL_COEF = 0.01  # this project's choice
+CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
+KL_COEF = 0.01
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from whitney_loop.local.objectives import CLIPPING, LOG_RATIO_LIMIT, OBJECTIVES, evaluate
+from whitney_loop.local.objectives import CLIPPING, LOG_RATIO_LIMIT, OBJECTIVES, evaluate, provider_defaults
 
 INFINITY, NAN = math.inf, math.nan
 POLICY_LOSSES = sorted(OBJECTIVES.keys() - {"cross_entropy", "ppo_critic"})
@@ -185,6 +185,15 @@ def test_clip_tensors_and_config_keys_lead_to_the_same_numbers(name, range_):
 def test_the_default_thresholds_are_four_and_six_fifths(name):
     config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     assert evaluate(name, *V2, config) == evaluate(name, *V2, {})
+
+
+def test_cispo_has_a_wider_default_range_on_tinker():
+    """The ratios of V2 that count are e^1.4 = 4.06, e^0.9, e^-2.1 and e^0.7: one of them is above 4."""
+    wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    assert provider_defaults("tinker", "cispo") == wide
+    assert evaluate("cispo", *V2, provider_defaults("tinker", "cispo")).clipped == 1
+    assert evaluate("cispo", *V2, provider_defaults("modal", "cispo")) == evaluate("cispo", *V2, {})
+    assert all(provider_defaults("tinker", name) == {} for name in OBJECTIVES if name != "cispo")
 
 
 def test_the_other_defaults_are_those_of_the_table():

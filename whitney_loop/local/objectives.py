@@ -135,6 +135,19 @@ OBJECTIVES: dict[str, Objective] = {
 }
 """Name on the wire → objective."""
 
+_TINKER_DEFAULTS: dict[str, Config] = {"cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}}
+
+
+def provider_defaults(provider: str, loss_function: str) -> Config:
+    """Return the ``loss_config`` that holds for the keys that a payload leaves out, if the provider has its own.
+
+    Without them an objective takes Modal's. ``evaluate`` does not know the provider: the service, which does, puts
+    ``{**provider_defaults(…), **payload["loss_config"]}`` into the payload that it gives to the engine. The tensors of
+    a datum count before ``loss_config``.
+    """
+    return _TINKER_DEFAULTS.get(loss_function, {}) if provider == "tinker" else {}
+
+
 CLIPPING = frozenset({"ppo", "cispo", "gspo", "dppo", "ppo_critic"})
 """The losses whose metrics have a ``clip_frac``."""
 
@@ -162,7 +175,7 @@ def _sampled(tensors: Tensors) -> Iterator[tuple[int, float, float, float]]:
 
 
 def _clip_range(tensors: Tensors, config: Config) -> tuple[Sequence[float], Sequence[float]]:
-    """low and high per token: the datum's tensors (Tinker), else ``loss_config`` (Modal), else 0.8 and 1.2."""
+    """Return low and high per token: the datum's tensors, else ``loss_config``, else Modal's defaults 0.8 and 1.2."""
     n = len(tensors["weights"])
     low, high = (
         tensors[name] if name in tensors else [config.get(name, default)] * n
