@@ -1,3 +1,4 @@
+import enum
 import json
 import math
 import random
@@ -46,6 +47,44 @@ def values(datum, name):
 def test_a_tensor_says_its_dtype_shape_and_values():
     assert tensor("int64", [5, 6]) == {"dtype": "int64", "shape": [2], "values": [5, 6]}
     assert tensor("float32", [0.5]) == {"dtype": "float32", "shape": [1], "values": [0.5]}
+
+
+class PlainNoFloat(float):
+    """Like numpy.float64: a float to isinstance, but json may print it otherwise."""
+
+
+@pytest.mark.parametrize("given", [[1, True, 0.5], [PlainNoFloat(0.5)], [1.7e308, 1.7e308], [], (0.5, 1), range(3)])
+def test_any_finite_numbers_become_plain_floats(given):
+    found = tensor("float32", given)["values"]
+    assert found == list(given) and all(type(number) is float for number in found)
+
+
+class Id(enum.IntEnum):
+    END = 256
+
+
+@pytest.mark.parametrize("given", [b"ab", range(3), [Id.END], (2**63 - 1, 0), []])
+def test_any_integers_become_plain_token_ids(given):
+    found = tensor("int64", given)["values"]
+    assert found == list(given) and all(type(token) is int for token in found)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None, True, -1, 2**63])
+def test_the_position_of_a_bad_entry_among_many_good_ones_is_named(bad):
+    for position in (0, 500, 999):
+        tokens, numbers = [1] * 1000, [0.5] * 1000
+        tokens[position] = bad
+        with pytest.raises(ValueError, match=rf"values\[{position}\] is .*token id"):
+            tensor("int64", tokens)
+        if not isinstance(bad, int):
+            numbers[position] = bad
+            with pytest.raises(ValueError, match=rf"values\[{position}\] is .*finite number"):
+                tensor("float32", numbers)
+
+
+def test_infinities_that_cancel_in_a_sum_are_refused():
+    with pytest.raises(ValueError, match=r"values\[1\] is inf"):
+        tensor("float32", [0.0, math.inf, -math.inf])
 
 
 def test_a_tensor_of_an_unknown_dtype_is_refused():

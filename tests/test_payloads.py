@@ -109,6 +109,11 @@ def test_what_the_provider_would_refuse_is_refused_with_its_place(path, value, m
         check_payload(set_at(policy_payload(), path, value), "modal")
 
 
+def test_numbers_near_the_end_of_float32_and_integers_pass():
+    payload = set_at(policy_payload(), (*INPUTS, "advantages", "values"), [3.4e38, 3.4e38, -3.4e38, 3])
+    assert check_payload(payload, "modal") is None
+
+
 @pytest.mark.parametrize("junk", [None, [], "payload", 3, object()])
 def test_what_is_no_payload_at_all_is_refused(junk):
     with pytest.raises(ValueError, match="payload is .*expected an object"):

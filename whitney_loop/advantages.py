@@ -199,6 +199,8 @@ def _all_equal(numbers: list[float]) -> bool:
 
 
 def _finite(results: list[float]) -> list[float]:
+    if math.isfinite(sum(results)):  # a NaN or infinity stays in a sum
+        return results
     for index, result in enumerate(results):
         if not math.isfinite(result):
             raise ValueError(f"the numbers given are so large that result {index} is {result}; scale them down")
@@ -206,7 +208,11 @@ def _finite(results: list[float]) -> list[float]:
 
 
 def _numbers(values: Any, where: str) -> list[float]:
-    return [_number(value, f"{where}[{index}]") for index, value in enumerate(_listed(values, where))]
+    numbers = _listed(values, where)
+    # Decided for the whole list, which is fast; otherwise each entry is converted or refused by name.
+    if set(map(type, numbers)) <= {float} and math.isfinite(sum(numbers)):
+        return numbers
+    return [_number(value, f"{where}[{index}]") for index, value in enumerate(numbers)]
 
 
 def _listed(values: Any, where: str) -> list[Any]:

@@ -148,7 +148,10 @@ def _completion_part(result: Mapping[str, Any], name: str, start: int) -> list[f
     numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
     if not isinstance(numbers, list) or len(numbers) < start:
         raise ValueError(f"result.{name} is {_show(numbers)}, expected a list of at least {start}, one per token")
-    return [_number(value, f"result.{name}[{start + index}]") for index, value in enumerate(numbers[start:])]
+    part = numbers[start:]
+    if _all_finite_floats(part):
+        return part
+    return [_number(value, f"result.{name}[{start + index}]") for index, value in enumerate(part)]
 
 
 def _policy_datum(
@@ -159,20 +162,29 @@ def _policy_datum(
     clip_high: float | None,
 ) -> Datum:
     """Return a datum of the importance_sampling family; its tensors are 0 at tokens that were not sampled."""
-    sampled = [logprobs is not None for tokens, logprobs in spans for _ in tokens]
-    advantages = iter(_one_per_token(advantage, "advantage", sum(sampled)))
-    per_token = {
-        "weights": [1.0 if mine else 0.0 for mine in sampled],
-        "logprobs": [number for tokens, logprobs in spans for number in logprobs or [0.0] * len(tokens)],
-        "advantages": [next(advantages) if mine else 0.0 for mine in sampled],
-    }
+    length = sum(len(tokens) for tokens, logprobs in spans if logprobs is not None)
+    advantages = _one_per_token(advantage, "advantage", length)
+    ratios: dict[str, float] = {}
     if clip_low is not None:
-        low = _ratio(clip_low, "clip_low", at_most_one=True)
-        per_token["clip_low_threshold"] = [low if mine else 0.0 for mine in sampled]
+        ratios["clip_low_threshold"] = _ratio(clip_low, "clip_low", at_most_one=True)
     if clip_high is not None:
-        high = _ratio(clip_high, "clip_high", at_most_one=False)
-        per_token["clip_high_threshold"] = [high if mine else 0.0 for mine in sampled]
-    return _shifted([token for tokens, _ in spans for token in tokens], per_token)
+        ratios["clip_high_threshold"] = _ratio(clip_high, "clip_high", at_most_one=False)
+    token_ids: list[int] = []
+    per_token: dict[str, list[float]] = {name: [] for name in ("weights", "logprobs", "advantages", *ratios)}
+    start = 0  # of the span among all sampled tokens
+    for tokens, logprobs in spans:
+        token_ids += tokens
+        if logprobs is None:
+            for numbers in per_token.values():
+                numbers += [0.0] * len(tokens)
+            continue
+        per_token["weights"] += [1.0] * len(tokens)
+        per_token["logprobs"] += logprobs
+        per_token["advantages"] += advantages[start : start + len(tokens)]
+        for name, ratio in ratios.items():
+            per_token[name] += [ratio] * len(tokens)
+        start += len(tokens)
+    return _shifted(token_ids, per_token)
 
 
 def _shifted(tokens: list[int], per_token: Mapping[str, list[float]]) -> Datum:
@@ -213,12 +225,19 @@ def _ratio(value: Any, where: str, *, at_most_one: bool) -> float:
 
 
 def _numbers(values: Any, where: str, length: int | None = None) -> list[float]:
-    numbers = [_number(value, f"{where}[{index}]") for index, value in enumerate(_listed(values, where))]
+    numbers = _listed(values, where)
+    if not _all_finite_floats(numbers):
+        numbers = [_number(value, f"{where}[{index}]") for index, value in enumerate(numbers)]
     if length is not None and len(numbers) != length:
         raise ValueError(
             f"{where} has {len(numbers)} entries, but there are {length} sampled tokens; expected one each"
         )
     return numbers
+
+
+def _all_finite_floats(values: list[Any]) -> bool:
+    """Decide for a whole list, which is fast; only if this is False, each entry is converted or refused by name."""
+    return set(map(type, values)) <= {float} and math.isfinite(sum(values))  # a NaN or infinity stays in a sum
 
 
 def _number(value: Any, where: str) -> float:
@@ -232,7 +251,10 @@ def _number(value: Any, where: str) -> float:
 
 
 def _token_ids(values: Any, where: str) -> list[int]:
-    return [_token_id(value, f"{where}[{index}]") for index, value in enumerate(_listed(values, where))]
+    tokens = _listed(values, where)
+    if set(map(type, tokens)) <= {int} and min(tokens, default=0) >= 0 and max(tokens, default=0) < 2**63:
+        return tokens  # the whole list at once, which is fast
+    return [_token_id(value, f"{where}[{index}]") for index, value in enumerate(tokens)]
 
 
 def _token_id(value: Any, where: str) -> int:
@@ -246,7 +268,7 @@ def _token_id(value: Any, where: str) -> int:
     return token
 
 
-def _listed(values: Any, where: str) -> Sequence[Any]:
+def _listed(values: Any, where: str) -> list[Any]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(f"{where} is {_show(values)}, expected a sequence")

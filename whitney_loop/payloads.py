@@ -6,6 +6,7 @@ Every message starts with the path of the mistake: ``data[3].loss_inputs.logprob
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -248,10 +249,12 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
     if dtype == "int64":
         _check_token_ids(numbers, f"{where}.values")
         return
+    # Decided for the whole list, which is fast: no entry is larger than the root of the sum of squares, and a NaN is
+    # not below any bound. Only otherwise each entry is looked at.
+    if set(map(type, numbers)) <= {float} and math.hypot(*numbers) <= _FLOAT32_MAX:
+        return
     for index, number in enumerate(numbers):
-        # A fast test for nearly every entry; the slow one words the message.
-        if type(number) is not float or not -_FLOAT32_MAX <= number <= _FLOAT32_MAX:
-            _require_number(number, f"{where}.values[{index}]")
+        _require_number(number, f"{where}.values[{index}]")
 
 
 def _check_ratios(thresholds: list[float], weights: list[float], where: str) -> None:
@@ -265,7 +268,11 @@ def _check_ratios(thresholds: list[float], weights: list[float], where: str) -> 
 
 
 def _check_token_ids(token_ids: object, where: str) -> None:
-    for index, token in enumerate(_require_list(token_ids, where, "token id")):
+    token_ids = _require_list(token_ids, where, "token id")
+    # Decided for the whole list, which is fast; only otherwise each entry is looked at.
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _INT64_MAX:
+        return
+    for index, token in enumerate(token_ids):
         if type(token) is not int or not 0 <= token <= _INT64_MAX:
             raise ValueError(f"{where}[{index}] is {_show(token)}, expected a token id: an integer of at least 0")
 
@@ -318,7 +325,11 @@ def _plain(value: Any) -> Any:
 
 def _plain_list(values: Any) -> Any:
     """Return a list of such numbers from a sequence, range or array."""
-    return [_plain(value) for value in values] if isinstance(values, Iterable) else values
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Iterable):
+        return values
+    listed = list(values)
+    return listed if set(map(type, listed)) <= {int} else [_plain(value) for value in listed]
 
 
 def _show(value: object) -> str:
