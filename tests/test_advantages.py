@@ -84,8 +84,8 @@ def test_numbers_that_overflow_on_the_way_are_refused_and_give_no_infinity_and_n
         lambda: group_mean_advantages([0.0, 1e200], normalize_std=True),
         lambda: group_mean_advantages([1.7e308, 1.6e308]),
         lambda: leave_one_out_baseline([1.7e308, -1.7e308]),
-        lambda: kl_adjust_advantages([1e308], [-1e308], [1e308], kl_coef=1.0),
-        lambda: kl_shaped_returns(1e308, [-1e308], [1e308], kl_coef=1.0),
+        lambda: kl_adjust_advantages([1e308], [-1e308], [0.0], kl_coef=1.0),
+        lambda: kl_shaped_returns(1e308, [-1e308], [0.0], kl_coef=1.0),
         lambda: soft_advantages([1.7e308, -1.7e308], beta=1.0),
         lambda: generalized_advantages([1.7e308], [-1.7e308], gamma=1, gae_lambda=1),
         lambda: batch_normalize([[1e200, 0.0]]),
@@ -116,6 +116,16 @@ def test_kl_adjust_refuses_lengths_that_do_not_match_and_the_leading_none_of_a_l
         kl_adjust_advantages([1], [-1, -1], [-1, -1], kl_coef=0.1)
     with pytest.raises(ValueError, match=r"reference_logprobs\[0\] is None"):
         kl_adjust_advantages([1, 1], [-1, -1], [None, -1], kl_coef=0.1)
+
+
+@pytest.mark.parametrize("estimate", [lambda q, ref: kl_adjust_advantages([1, 1], q, ref, kl_coef=0.1),
+                                      lambda q, ref: kl_shaped_returns(1, q, ref, kl_coef=0.1)])  # fmt: skip
+def test_a_positive_logprob_is_refused_by_name_unless_it_is_rounding(estimate):
+    estimate([-1.0, 1e-3], [-1.0, 1e-4])
+    with pytest.raises(ValueError, match=r"sampled_logprobs\[1\] is 0.5, but a logprob is at most 0: is its sign"):
+        estimate([-1.0, 0.5], [-1.0, -1.0])
+    with pytest.raises(ValueError, match=r"reference_logprobs\[0\] is 2.0, but a logprob is at most 0"):
+        estimate([-1.0, -0.5], [2.0, 1.0])
 
 
 def test_soft_advantages_are_rewards_over_the_soft_value_of_the_group():

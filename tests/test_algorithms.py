@@ -124,7 +124,7 @@ def context(provider):
 
 
 def test_an_empty_completion_has_no_term_even_after_a_prompt_of_one_token(monkeypatch):
-    answers = {(7, 5, 6): [0.5, 0.25], (7, 5): [0.5], (7,): []}
+    answers = {(7, 5, 6): [-0.5, -0.25], (7, 5): [-0.5], (7,): []}
     for name, provider in PROVIDERS:
         module = importlib.import_module(f"algorithms.{name}")
         monkeypatch.setattr(module, "reward", lambda tokens: float(len(tokens)))

@@ -174,6 +174,17 @@ def test_a_token_that_is_no_id_is_refused_with_its_position(bad):
         rl_datum([1], [bad], [-1.0], 1.0)
 
 
+def test_a_positive_logprob_is_refused_by_name_unless_it_is_rounding():
+    rl_datum([1], [2, 3], [1e-3, -1.0], 1.0)
+    flipped = "but a logprob is at most 0: is its sign flipped"
+    with pytest.raises(ValueError, match=rf"sampled_logprobs\[1\] is 0.7, {flipped}"):
+        rl_datum([1], [2, 3], [-1.0, 0.7], 1.0)
+    with pytest.raises(ValueError, match=rf"spans\[1\].logprobs\[0\] is 0.7, {flipped}"):
+        trajectory_datum([([1], None), ([2], [0.7])], 1.0)
+    with pytest.raises(ValueError, match=rf"result.logprobs\[3\] is 0.7, {flipped}"):
+        completion_logprobs({"logprobs": [None, -0.2, -0.1, 0.7]}, [1, 2])
+
+
 def test_an_epsilon_taken_for_a_ratio_is_refused():
     with pytest.raises(ValueError, match="clip_high is 0.2.*ratios"):
         rl_datum([1], [2], [-1.0], 1.0, clip_high=0.2)

@@ -114,6 +114,14 @@ def test_numbers_near_the_end_of_float32_and_integers_pass():
     assert check_payload(payload, "modal") is None
 
 
+def test_a_positive_logprob_is_refused_where_it_has_a_weight():
+    check_payload(set_at(policy_payload(), (*LOGPROBS, "values"), [9.0, 1e-3, -1.0, -1.0]), "modal")
+    with pytest.raises(
+        ValueError, match=r"data\[1\].loss_inputs.logprobs.values\[2\] is 0.5, but a logprob is at most 0"
+    ):
+        check_payload(set_at(policy_payload(), (*LOGPROBS, "values", 2), 0.5), "modal")
+
+
 @pytest.mark.parametrize("junk", [None, [], "payload", 3, object()])
 def test_what_is_no_payload_at_all_is_refused(junk):
     with pytest.raises(ValueError, match="payload is .*expected an object"):

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _ROUNDING = 1e-12  # numbers that differ by less, absolutely or relative to the largest, count as equal
+_LOGPROB_ROUNDING = 1e-3  # rounding may leave a logprob this much above 0
 _LEAST_DEVIATION = 1e-6  # dividing by less would turn rounding errors into advantages
 
 
@@ -79,13 +80,14 @@ def kl_adjust_advantages(
     """Return, per token, advantage − kl_coef · (sampled logprob − reference logprob): the penalty of that token alone.
 
     All three have one entry per completion token; logprobs in nats. Raise ValueError if lengths differ, and with the
-    position if a number is not finite (a ``logprobs`` result starts with None: take ``completion_logprobs`` of it).
+    position if a number is not finite (a ``logprobs`` result starts with None: take ``completion_logprobs`` of it) or a
+    logprob is above 0 by more than rounding.
     Source: Whitney, "Advantage helpers".
     """
     coefficient = _number(kl_coef, "kl_coef")
     plain = _numbers(advantages, "advantages")
-    sampled = _numbers(sampled_logprobs, "sampled_logprobs")
-    reference = _numbers(reference_logprobs, "reference_logprobs")
+    sampled = _logprobs(sampled_logprobs, "sampled_logprobs")
+    reference = _logprobs(reference_logprobs, "reference_logprobs")
     if not len(plain) == len(sampled) == len(reference):
         raise ValueError(
             f"advantages has {len(plain)} entries, sampled_logprobs {len(sampled)} and reference_logprobs "
@@ -151,11 +153,12 @@ def kl_shaped_returns(
 
     These are the returns of REINFORCE++ without groups; with groups, the penalty is that of ``kl_adjust_advantages``,
     after ``batch_normalize``. Both lists have one entry (in nats) per completion token. Raise ValueError if lengths
-    differ, and if a number is not finite. Source: REINFORCE++, arXiv 2501.03262.
+    differ, a number is not finite, or a logprob is above 0 by more than rounding.
+    Source: REINFORCE++, arXiv 2501.03262.
     """
     total, coefficient = _number(reward, "reward"), _number(kl_coef, "kl_coef")
-    sampled = _numbers(sampled_logprobs, "sampled_logprobs")
-    reference = _numbers(reference_logprobs, "reference_logprobs")
+    sampled = _logprobs(sampled_logprobs, "sampled_logprobs")
+    reference = _logprobs(reference_logprobs, "reference_logprobs")
     if len(sampled) != len(reference):
         raise ValueError(
             f"sampled_logprobs has {len(sampled)} entries and reference_logprobs {len(reference)}; "
@@ -213,6 +216,14 @@ def _numbers(values: Any, where: str) -> list[float]:
     if set(map(type, numbers)) <= {float} and math.isfinite(sum(numbers)):
         return numbers
     return [_number(value, f"{where}[{index}]") for index, value in enumerate(numbers)]
+
+
+def _logprobs(values: Any, where: str) -> list[float]:
+    logprobs = _numbers(values, where)
+    for index, logprob in enumerate(logprobs):
+        if logprob > _LOGPROB_ROUNDING:
+            raise ValueError(f"{where}[{index}] is {logprob!r}, but a logprob is at most 0: is its sign flipped?")
+    return logprobs
 
 
 def _listed(values: Any, where: str) -> list[Any]:

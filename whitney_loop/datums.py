@@ -12,6 +12,8 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
+_LOGPROB_ROUNDING = 1e-3  # rounding may leave a logprob this much above 0
+
 
 class Tensor(TypedDict):
     """One dense tensor. ``dtype`` is ``int64`` or ``float32``, ``shape`` is ``[len(values)]``."""
@@ -65,12 +67,13 @@ def rl_datum(
     ``sampled_logprobs`` has one entry (in nats) per sampled token. ``advantage`` is one number for the whole
     completion, or one per sampled token. 0 ≤ ``clip_low`` ≤ 1 ≤ ``clip_high`` are probability *ratios* (0.8 and 1.2),
     sent as per-token tensors, which only Tinker takes; on Modal leave both out and use ``loss_config``.
-    Raise ValueError, with the position, if a number is not finite, lengths do not match, the prompt is empty, there
-    are fewer than two tokens, or an epsilon is given instead of a ratio. Source: Whitney, "Datum helpers".
+    Raise ValueError, with the position, if a number is not finite, a logprob is above 0 by more than rounding, lengths
+    do not match, the prompt is empty, there are fewer than two tokens, or an epsilon is given for a ratio.
+    Source: Whitney, "Datum helpers".
     """
     prompt = _prompt(prompt_tokens)
     completion = _token_ids(sampled_tokens, "sampled_tokens")
-    logprobs = _numbers(sampled_logprobs, "sampled_logprobs", len(completion))
+    logprobs = _logprobs(sampled_logprobs, "sampled_logprobs", len(completion))
     spans = [(prompt, None), (completion, logprobs)]
     return _policy_datum(spans, advantage, clip_low=clip_low, clip_high=clip_high)
 
@@ -96,7 +99,7 @@ def trajectory_datum(
             )
         token_ids = _token_ids(span[0], f"spans[{index}].tokens")
         where = f"spans[{index}].logprobs"
-        read.append((token_ids, None if span[1] is None else _numbers(span[1], where, len(token_ids))))
+        read.append((token_ids, None if span[1] is None else _logprobs(span[1], where, len(token_ids))))
     if not read or not read[0][0] or read[0][1] is not None:
         raise ValueError("spans[0] must be an observation (logprobs None) of at least one token: the prompt")
     return _policy_datum(read, advantage, clip_low=clip_low, clip_high=clip_high)
@@ -128,9 +131,10 @@ def completion_logprobs(result: Mapping[str, Any], prompt_tokens: Iterable[int])
     """Return the logprobs of the completion, from a ``logprobs`` result for prompt and completion together.
 
     One logprob (in nats) per completion token. Raise ValueError if the result has no logprobs, fewer than the prompt
-    has tokens, or one that is not a finite number.
+    has tokens, or one that is not a finite number, or above 0 by more than rounding.
     """
-    return _completion_part(result, "logprobs", len(_prompt(prompt_tokens)))
+    start = len(_prompt(prompt_tokens))
+    return _none_positive(_completion_part(result, "logprobs", start), "result.logprobs", start)
 
 
 def completion_values(output: Mapping[str, Any], prompt_tokens: Iterable[int]) -> list[float]:
@@ -233,6 +237,19 @@ def _numbers(values: Any, where: str, length: int | None = None) -> list[float]:
             f"{where} has {len(numbers)} entries, but there are {length} sampled tokens; expected one each"
         )
     return numbers
+
+
+def _logprobs(values: Any, where: str, length: int) -> list[float]:
+    return _none_positive(_numbers(values, where, length), where)
+
+
+def _none_positive(logprobs: list[float], where: str, start: int = 0) -> list[float]:
+    if max(logprobs, default=0.0) > _LOGPROB_ROUNDING:
+        index = next(index for index, logprob in enumerate(logprobs) if logprob > _LOGPROB_ROUNDING)
+        raise ValueError(
+            f"{where}[{start + index}] is {logprobs[index]!r}, but a logprob is at most 0: is its sign flipped?"
+        )
+    return logprobs
 
 
 def _all_finite_floats(values: list[Any]) -> bool:

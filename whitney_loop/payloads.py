@@ -34,6 +34,8 @@ _DTYPES = {name: "int64" if name == "target_tokens" else "float32" for name in _
 _INT64_MAX = 2**63 - 1
 _FLOAT32_MAX = 3.4028234663852886e38  # the largest float32; also in losses, so that functions of both can be copied out
 
+_LOGPROB_ROUNDING = 1e-3  # rounding may leave a logprob this much above 0
+
 _RANGES: dict[str, Callable[[float], bool]] = {
     "at least 0": lambda number: number >= 0,
     "at least 0 (0 is off)": lambda number: number >= 0,
@@ -151,9 +153,10 @@ def check_payload(payload: object, provider: str, *, kind: str = "forward_backwa
     """Raise ValueError, with the path of the mistake, if the provider would refuse this ForwardPayload.
 
     Checks structure, dtypes, shapes, one length per datum, finite numbers within float32, integer token ids ≥ 0, the
-    tensors that the loss needs, the provider's losses and config keys, and clip tensors (only Tinker has them), whose
-    ratios count only at weights other than 0. ``kind`` is the operation, ``forward_backward`` or ``forward``.
-    Source: Whitney, "Loop building blocks", for names, dtypes and tables; the rest is this project's reading.
+    tensors that the loss needs, the provider's losses and config keys, and clip tensors (only Tinker has them). At
+    weights other than 0 clip ratios must be around 1, and logprobs not above 0 by more than rounding. ``kind`` is the
+    operation, ``forward_backward`` or ``forward``. Source: Whitney, "Loop building blocks", for names, dtypes and
+    tables; the rest is this project's reading.
     """
     if kind not in ("forward_backward", "forward"):
         raise ValueError(f"kind is {_show(kind)}, expected 'forward_backward' or 'forward'")
@@ -222,6 +225,8 @@ def _check_datum(datum: object, where: str, loss_function: str, required: frozen
             )
     for name, value in tensors.items():
         _check_tensor(value, f"{inputs}.{name}", _DTYPES[name], len(token_ids))
+    if "logprobs" in tensors:
+        _check_logprobs(tensors["logprobs"]["values"], tensors["weights"]["values"], f"{inputs}.logprobs.values")
     for name in sorted(_CLIP_TENSORS & tensors.keys()):
         _check_ratios(tensors[name]["values"], tensors["weights"]["values"], f"{inputs}.{name}.values")
 
@@ -255,6 +260,14 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
         return
     for index, number in enumerate(numbers):
         _require_number(number, f"{where}.values[{index}]")
+
+
+def _check_logprobs(logprobs: list[float], weights: list[float], where: str) -> None:
+    if max(logprobs) <= _LOGPROB_ROUNDING:
+        return
+    for index, (logprob, weight) in enumerate(zip(logprobs, weights, strict=True)):
+        if weight != 0 and logprob > _LOGPROB_ROUNDING:
+            raise ValueError(f"{where}[{index}] is {logprob!r}, but a logprob is at most 0: is its sign flipped?")
 
 
 def _check_ratios(thresholds: list[float], weights: list[float], where: str) -> None:
