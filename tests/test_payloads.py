@@ -31,7 +31,7 @@ def test_a_forward_payload_assembles_and_does_not_judge():
     assert forward_backward_payload([{"any": 1}], "no_such_loss") == {
         "data": [{"any": 1}], "loss_function": "no_such_loss", "loss_config": {},
     }  # fmt: skip
-    with pytest.raises(ValueError, match="at least one datum"):
+    with pytest.raises(ValueError, match="data is empty, expected at least one datum; .* raise NoGradientSignal"):
         forward_backward_payload([], "ppo")
 
 

@@ -68,7 +68,9 @@ def forward_backward_payload(
         raise ValueError(f"data is {_show(data)}, expected a list of datums")
     data = list(data)
     if not data:
-        raise ValueError("data is empty; forward_backward needs at least one datum")
+        raise ValueError(
+            "data is empty, expected at least one datum; if there is nothing to train on, raise NoGradientSignal"
+        )
     if loss_config is not None and not isinstance(loss_config, Mapping):
         raise ValueError(f"loss_config is {_show(loss_config)}, expected an object; None or {{}} for none")
     config = {key: _plain(value) for key, value in (loss_config or {}).items()}
