@@ -31,9 +31,11 @@ SEEDS = 2**31  # seeds stay below it, so that they fit into an int32
 
 
 def overlong_penalty(tokens: list[int], max_tokens: int) -> float:
-    """0 for a completion that ends before the last OVERLONG_TOKENS, then linear, −1 at ``max_tokens``."""
-    excess = len(tokens) - (max_tokens - OVERLONG_TOKENS)
-    return -min(excess / OVERLONG_TOKENS, 1.0) if OVERLONG_TOKENS and excess > 0 else 0.0
+    """Return 0 for a completion that ends before the last OVERLONG_TOKENS, then linearly to −1 at ``max_tokens``."""
+    if OVERLONG_TOKENS == 0:
+        return 0.0
+    excess = max(len(tokens) - (max_tokens - OVERLONG_TOKENS), 0)
+    return -min(excess / OVERLONG_TOKENS, 1.0)
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
