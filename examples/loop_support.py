@@ -33,7 +33,6 @@ from whitney_loop import (
     training_session,
 )
 from whitney_loop.errors import keep_out_of_errors, redacted
-from whitney_loop.lifecycle import first_error
 from whitney_loop.local import serve
 
 EMBEDDED_MODEL = "byte-lm"
@@ -297,7 +296,7 @@ def run_and_report(options: argparse.Namespace, train: Callable[[Place, Summary]
         say(f"error: {error}")
         return 2
     except BaseException as last:  # such as asyncio.CancelledError, which is no Exception
-        code = report_the_end(first_error(last, CallableError), summary)
+        code = report_the_end(last, summary)
     # A manager that an interrupt cut off before its block began is cleaned up when it is freed: now, not at some time.
     gc.collect()
     if summary:  # also where a session was opened whose id did not come

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from loop_in_process import everything, executed, loop  # noqa: F401 - fixtures of several files
+from scripted_client import gives_up_at_once, pauses  # noqa: F401
+from tls import authority  # noqa: F401
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

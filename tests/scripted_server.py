@@ -82,21 +82,20 @@ def reply(body, status=200, headers=(), declared_length=None):
     return "\r\n".join([*lines, "", ""]).encode() + raw
 
 
-def drip(head):
+class drip:  # noqa: N801 - reads like the functions beside it
     """Answer a byte at a time, slowly, without ever ending: the pace is the trouble, nothing waits for it."""
 
-    def act(connection):
-        connection.sendall(head)
-        gone = time.monotonic() + CLIENT_GIVES_UP_S
-        while time.monotonic() < gone:
-            connection.sendall(b"x")
-            time.sleep(0.02)
+    def __init__(self, head):
+        self.head, self.sent = head, 0
 
-    def until_the_client_leaves(connection):
-        with contextlib.suppress(OSError):
-            act(connection)
-
-    return until_the_client_leaves
+    def __call__(self, connection):
+        with contextlib.suppress(OSError):  # the client leaves
+            connection.sendall(self.head)
+            gone = time.monotonic() + CLIENT_GIVES_UP_S
+            while time.monotonic() < gone:
+                connection.sendall(b"x")
+                self.sent += 1
+                threading.Event().wait(0.02)  # and not time.sleep, which a test may patch
 
 
 def refusal(status, code, headers=(), **extra):

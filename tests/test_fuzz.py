@@ -400,7 +400,7 @@ CAPABILITIES = (
 ANSWER_FIELDS = ("session_id", "run_id", "operation_id", "next_seq_id", "status", "providers")  # that must be there
 # What is wrong beside something else, or said in another way than "NAME is …"
 OTHER_WORDS = {
-    "status": r"(run run-1|session ses-1) is .* after .* s, not |\w+ was accepted and is .*, but did not end in",
+    "status": r"(run run-1|session ses-1|\w+ \(seq_id \d+\)) is .* after .* s, not ",
     "tokens": r"sample: result\.sequences\[\d\]\.logprobs is .*, one per token, not|sampled_tokens\[\d+\] is",
     "logprobs": r"sampled_logprobs\[\d+\] is",
     "providers": CAPABILITIES,

@@ -73,7 +73,7 @@ def optimizer():
     return {"optimizer": adamw_optimizer(1e-3)}
 
 
-def test_a_run_that_can_not_be_created_leaves_no_session_open(client):
+def test_a_run_that_cannot_be_created_leaves_no_session_open(client):
     with pytest.raises(RequestRejected), training_session(client, provider="modal") as session_id:
         with lora_run(client, session_id, model="byte-lm", rank=-1):
             pytest.fail("there is no such run")
@@ -147,11 +147,12 @@ def test_a_run_that_the_block_cancelled_may_still_be_ending():
     assert len(server.requests) == 5
 
 
-def test_a_run_that_can_not_be_cancelled_does_not_keep_the_session_open():
+def test_a_run_that_cannot_be_cancelled_does_not_keep_the_session_open():
     runs = [{"run_id": "run-1", "status": "active"}, {"run_id": "run-2", "status": "active"}, "odd", {"status": []}]
+    ended = reply({"status": "cancelled"})
     script = [
-        reply({"session_id": "ses-1", "runs": runs}), refusal(409, "no"), run("cancelled"), reply({"status": "closed"}),
-        run("cancelled"), run("cancelled"),
+        reply({"session_id": "ses-1", "runs": runs}), refusal(409, "no"), ended, reply({"status": "closed"}),
+        ended, ended,
     ]  # fmt: skip
     with ScriptedServer(*script) as server:
         assert close_everything(WhitneyClient(server.base_url), "ses-1") == ["run-1", "run-2"]

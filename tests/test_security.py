@@ -13,7 +13,7 @@ import pytest
 import scripted_server
 from loop_in_process import left_open
 from scripted_server import ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
-from tls import Authority, ConnectProxy, TLSServer, needs_openssl
+from tls import ConnectProxy, TLSServer, needs_openssl
 from whitney_loop import (
     ConfigurationError,
     RequestRejected,
@@ -21,6 +21,8 @@ from whitney_loop import (
     UnexpectedResponse,
     WhitneyClient,
     WhitneyError,
+    connections,
+    operations,
     transport,
 )
 from whitney_loop import (
@@ -33,18 +35,7 @@ from whitney_loop.local import serve
 KEY = "k'\"\\/%-QpZ8vR3nTq7YwXb2LfKd9HsJm4CgUe6A-xN5rVzW1tBoPiSyEuDh"
 
 
-@pytest.fixture
-def gives_up_at_once(monkeypatch):
-    """At the first trouble there is no time left for the pause."""
-    monkeypatch.setattr(transport, "_backoff_s", lambda _: float("inf"))
-
-
 # TLS
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory):
-    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @needs_openssl
@@ -90,7 +81,7 @@ def test_a_ca_file_that_holds_no_certificate_is_refused(tmp_path, text):
     path = tmp_path / "ca.pem"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigurationError, match="ca.pem can not be used: .*PEM"):
+    with pytest.raises(ConfigurationError, match="ca.pem cannot be used: .*PEM"):
         WhitneyClient("https://localhost:1", KEY, ca_file=path)
 
 
@@ -202,7 +193,7 @@ def endless(head):
 @pytest.mark.parametrize("status", [200, 404, 503])
 @pytest.mark.parametrize("length", ["Content-Length: 9999999999", "Transfer-Encoding: chunked", "X-Until: the end"])
 def test_an_answer_without_end_is_cut_off(monkeypatch, status, length):
-    monkeypatch.setattr(transport, "_LARGEST_BODY", 100_000)
+    monkeypatch.setattr(connections, "LARGEST_BODY", 100_000)
     head = f"HTTP/1.1 {status} Whatever\r\n{length}\r\n\r\n".encode()
     with ScriptedServer(endless(head)) as server, pytest.raises(UnexpectedResponse, match="larger than 100000 bytes"):
         WhitneyClient(server.base_url, KEY).capabilities()
@@ -220,7 +211,7 @@ def echoes():
     yield reply(f"<html>{KEY}</html>")
     for cut in (8, 20, len(KEY) - 1):  # by the network, or by whoever shows the first bytes
         yield reply(f'{{"key": "{KEY[:cut]}', 500, declared_length=500)
-        yield reply(f"{'x' * (transport._SHOWN_BYTES - cut)}{KEY}")
+        yield reply(f"{'x' * (transport._SHOWN_CHARACTERS - cut)}{KEY}")
     yield reply(f'{{"key": "{json.dumps(KEY)[1:-1][:20]}', 400, declared_length=500)
     yield f"Authorization: Bearer {KEY[:20]}".encode()
     yield reply({"operations": KEY, "session_id": [KEY], "run_id": {KEY: KEY}, "next_seq_id": KEY})
@@ -281,7 +272,7 @@ def all_of(error):
 @pytest.mark.parametrize("call", CALLS)
 def test_no_error_and_no_log_line_holds_the_key_whatever_a_service_echoes(call, caplog, monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(client_module, "_PATIENCE_S", -1)  # what takes long is said at once
+    monkeypatch.setattr(operations, "_PATIENCE_S", -1)  # what takes long is said at once
     caplog.set_level(logging.DEBUG)
     raised = 0
     for position, echo in enumerate(echoes()):
@@ -322,7 +313,8 @@ def test_no_output_and_no_journal_of_the_loop_holds_a_key_that_the_service_echoe
 def test_the_close_command_shows_neither_the_key_nor_an_escape_that_a_service_lists_as_a_run(monkeypatch, capsys):
     ids = [f"run-{KEY}", "run-1\x1b[2J", "run-1\nclosed", "r" * 301, ""]
     listed = {"runs": [{"run_id": run_id, "status": "active"} for run_id in ids], "status": "open"}
-    script = [reply(listed), run("cancelled"), reply({"status": "closed"}), run("cancelled")]
+    ended = reply({"status": "cancelled"})
+    script = [reply(listed), ended, reply({"status": "closed"}), ended]
     monkeypatch.setenv("WHITNEY_API_KEY", KEY)
     with ScriptedServer(*script) as server:
         assert close_main(["close", f"ses-{KEY}", "--base-url", server.base_url]) == 0

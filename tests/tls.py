@@ -41,6 +41,11 @@ class Authority:
             pytest.skip(f"this openssl can not: {done.stderr}")
 
 
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command makes the certificates")
 
 

@@ -15,7 +15,7 @@ from whitney_loop.advantages import (
     soft_advantages,
 )
 from whitney_loop.build_loss import BuildLoss, LoopContext, NoGradientSignal, clip_arguments, policy_payload
-from whitney_loop.client import PendingOperation, WhitneyClient, result_sampler_id, result_sequences
+from whitney_loop.client import WhitneyClient, result_sampler_id, result_sequences
 from whitney_loop.datums import (
     Datum,
     Tensor,
@@ -44,6 +44,7 @@ from whitney_loop.losses import (
     require_advertised_loss,
     require_loss_config,
 )
+from whitney_loop.operations import PendingOperation
 from whitney_loop.payloads import (
     adamw_optimizer,
     check_payload,

@@ -1,8 +1,14 @@
-"""One family of exceptions: everything that the client raises about the service is a WhitneyError."""
+"""One family of exceptions: everything that the client raises about the service is a WhitneyError.
+
+The rules for every message stand here too: it never holds a key, and a log line that cannot be written does no harm.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import reprlib
 import urllib.parse
 from typing import Any, Literal
 
@@ -10,37 +16,61 @@ Outcome = Literal["not_sent", "rejected", "failed", "unknown"]
 """What is known of the request: it never left; the service refused it and did nothing; it was accepted, ran and
 failed without effect; or it may have taken effect."""
 
-
-_SHORTEST_SECRET = 8  # characters; a shorter key is none, and would black out half of every message
+_SHORTEST_SECRET = 8  # characters; replacing a shorter word would black out half of every message
 
 _secrets: set[str] = set()
+_logger = logging.getLogger("whitney_loop")
 
 
 def keep_out_of_errors(secret: str) -> None:
-    """From now on no WhitneyError of this process holds ``secret``, whatever a service echoes."""
+    """Keep ``secret`` out of every error, log line and answer of this process from now on."""
     if len(secret) >= _SHORTEST_SECRET:
-        # As it is, and as it looks in a path, in a repr and in JSON.
+        # Unchanged, and as it looks in a path, in a repr and in JSON.
         _secrets.update({secret, urllib.parse.quote(secret, safe=""), repr(secret)[1:-1], json.dumps(secret)[1:-1]})
 
 
 def redacted(text: str) -> str:
-    """The text with ``[key]`` in place of every key that was given to a client, and of the start of one at its end."""
+    """Return the text with ``[key]`` in place of every key that was given to a client.
+
+    The text may have been cut off within a key: the start of a key at its end is replaced too.
+    """
     secrets = sorted(_secrets, key=len, reverse=True)  # one may be part of another
     for secret in secrets:
         text = text.replace(secret, "[key]")
-    for secret in secrets:  # what a network cut off may end within one
+    for secret in secrets:
         for length in range(len(secret) - 1, _SHORTEST_SECRET - 1, -1):
             if text.endswith(secret[:length]):
                 return text[:-length] + "[key]"
     return text
 
 
+def redacted_json(value: Any) -> Any:
+    """Return a JSON value with every string in it redacted, names of fields too. Numbers are not changed."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, list):  # most lists are long and hold numbers: no call for each of them
+        return [item if isinstance(item, (int, float)) else redacted_json(item) for item in value]
+    if isinstance(value, dict):
+        return {redacted(name): redacted_json(item) for name, item in value.items()}
+    return value
+
+
+shortened = reprlib.Repr().repr
+"""The ``repr`` of a value that a service sent, in a few characters."""
+
+
+def log(level: int, message: str) -> None:
+    """Write a line to the logger ``whitney_loop``. An error of the user's logging set-up must not end a training."""
+    with contextlib.suppress(Exception):
+        _logger.log(level, "%s", redacted(message))
+
+
 class WhitneyError(Exception):
-    """The base. ``str()`` says what was wrong and what to do, then the facts below in brackets.
+    """The base class. ``str()`` says what was wrong and what to do, then the facts below in brackets.
 
     ``method``, ``path``, ``status`` (HTTP), ``code`` and ``request_id`` (the service's), ``seq_id``, ``attempts`` (how
-    often it was sent) are None where they do not apply. ``retryable``: asking again may succeed. Picklable; never
-    holds the key.
+    often it was sent) are None if they do not apply. ``retryable``: asking again may succeed. Picklable; never holds
+    the key.
     """
 
     def __init__(
@@ -64,8 +94,8 @@ class WhitneyError(Exception):
         self.method = method
         self.path = redacted(path) if path else path
         self.status = status
-        self.code = redacted(code) if isinstance(code, str) else None
-        self.request_id = redacted(request_id) if isinstance(request_id, str) else None
+        self.code = code
+        self.request_id = request_id
         self.seq_id = seq_id
         self.attempts = attempts
         self.retryable = retryable
@@ -88,7 +118,7 @@ def _rebuild(cls: type[WhitneyError], attributes: dict[str, Any]) -> WhitneyErro
 
 
 class ConfigurationError(WhitneyError):
-    """The base URL, the key or the provider can not be used as given. Nothing was sent."""
+    """The base URL, the key, a time-out or the provider cannot be used as given. Nothing was sent."""
 
 
 class RequestRejected(WhitneyError):
@@ -96,11 +126,11 @@ class RequestRejected(WhitneyError):
 
 
 class ServiceUnavailable(WhitneyError):
-    """No usable answer within the time: connection trouble, 408, 429 or 5xx until it ended."""
+    """No usable answer in time: the connection failed, or the service kept answering that it cannot serve now."""
 
 
 class UnexpectedResponse(WhitneyError):
-    """An answer that is not what the contract says; the message names the operation and the field."""
+    """An answer that breaks the contract; the message names the operation and the field."""
 
 
 class OperationFailed(WhitneyError):
@@ -108,7 +138,7 @@ class OperationFailed(WhitneyError):
 
 
 class OperationTimeout(WhitneyError):
-    """The operation (or the run's end) was waited for and did not come in time; it may still."""
+    """An operation, a run or a session did not end in time; it may still end."""
 
 
 class RunBroken(WhitneyError):

@@ -1,4 +1,4 @@
-"""One HTTP exchange with the service, by urllib: where it may go, when it is asked again, and when that ends.
+"""One exchange with the service: where it may go, when the request is sent again, and when that ends.
 
 Every request of this package may be sent twice without harm (a GET, an Idempotency-Key, a ``seq_id``), so each
 retry sends the same bytes. Retrying is limited by time, not by count.
@@ -6,27 +6,23 @@ retry sends the same bytes. Retrying is limited by time, not by count.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import email.message
 import email.utils
 import http.client
-import io
 import ipaddress
 import json
 import logging
 import os
 import random
 import re
-import socket
-import ssl
 import time
-import traceback
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, cast
+from collections.abc import Collection, Mapping
+from typing import Any
 
+from whitney_loop import wire
+from whitney_loop.connections import Answer, AnswerTooLarge, Connections, NotConnected, NotTrusted
 from whitney_loop.errors import (
     ConfigurationError,
     Outcome,
@@ -35,28 +31,27 @@ from whitney_loop.errors import (
     UnexpectedResponse,
     WhitneyError,
     keep_out_of_errors,
+    log,
     redacted,
+    redacted_json,
 )
 
-logger = logging.getLogger("whitney_loop")
-
-_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-_UNTOUCHED_STATUSES = frozenset({408, 429})  # the service says that it did not take the request
+TIMEOUT = "timeout"  # the answer to a request did not come in time
+_NOT_TAKEN = frozenset({408, 425, 429})  # the service says that it did not take the request
+_NEVER_SERVED = frozenset({501, 505})  # asking again cannot help
+_CONFLICT = 409  # is never sent again, whatever the service says
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 20.0
-TIMEOUT = "timeout"  # of a read
-_LARGEST_BODY = 256 * 2**20  # bytes; logprobs of 1,000 completions of 10,000 tokens fit
-_CHUNK = 64 * 2**10
-_MOST_INTERIM_ANSWERS = 100  # before the answer itself; a service has use for one or two
-_SHOWN_BYTES = 200  # of a body that is no JSON of the contract
+_LEAST_TIMEOUT_S = 0.001  # a socket takes 0 for "do not wait"
+_SHOWN_CHARACTERS = 200  # of a body that is not JSON
 
 
-ReadError = Callable[[dict[str, Any]], dict[str, Any]]
-"""From the body of a refusal to its ``message``, ``code`` and ``request_id``; what is no string counts as none."""
+class NotYet(Exception):
+    """The answer is one of those that the caller takes for "not finished yet"."""
 
 
 class Transport:
-    """Sends to one base URL, with one key. Thread-safe: it holds no connection and no state."""
+    """Sends to one base URL, with one key. Thread-safe."""
 
     def __init__(
         self,
@@ -64,7 +59,6 @@ class Transport:
         api_key: str | None,
         *,
         exchange_timeout_s: float,
-        read_error: ReadError,
         ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self.base_url = _checked_base_url(base_url)
@@ -72,24 +66,13 @@ class Transport:
         if self._key:
             keep_out_of_errors(self._key)
         self._exchange_timeout_s = exchange_timeout_s
-        self._read_error = read_error
         loopback = _is_loopback(urllib.parse.urlsplit(self.base_url).hostname or "")
         if not loopback and not self._key:
             raise ConfigurationError(
-                f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address is spoken to without)",
+                f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address needs none)",
                 outcome="not_sent",
             )
-        # A proxy named in the environment is honoured, but never sees what goes to this machine itself. What goes
-        # elsewhere goes by https, so that a proxy gets CONNECT with the host, and then sees TLS only.
-        proxies = urllib.request.ProxyHandler({}) if loopback else urllib.request.ProxyHandler()
-        if not loopback:
-            _require_usable_proxy(urllib.parse.urlsplit(self.base_url).hostname or "")
-        # Without a handler of redirects a 3xx is an HTTPError, and without others no scheme is spoken but this one.
-        is_https = self.base_url.startswith("https:")
-        scheme = _TimedHTTPSHandler(_verifying_context(ca_file)) if is_https else _TimedHTTPHandler()
-        self._opener = urllib.request.OpenerDirector()
-        for handler in (proxies, scheme, urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()):
-            self._opener.add_handler(handler)
+        self._connections = Connections(self.base_url, ca_file=ca_file, direct=loopback)
 
     def exchange(
         self,
@@ -100,301 +83,209 @@ class Transport:
         budget_s: float,
         headers: Mapping[str, str] | None = None,
         seq_id: int | None = None,
-        nothing_yet: Collection[int | str] = (),
-    ) -> dict[str, Any] | None:
-        """The JSON object that the service answers; None where ``nothing_yet`` came: one of these statuses, or TIMEOUT.
+        not_yet: Collection[int | str] = (),
+    ) -> dict[str, Any]:
+        """Return the JSON object that the service answers, without any API key that it holds.
 
-        Asks again on other connection trouble and on the statuses above until ``budget_s`` seconds have passed.
-        Raises RequestRejected, UnexpectedResponse, or ServiceUnavailable when the time is up.
+        Asks again after a failed connection, after a status that may pass, and if the service's error says
+        ``retryable``, until ``budget_s`` seconds have passed. Raises NotYet for a status in ``not_yet`` (or TIMEOUT);
+        RequestRejected, UnexpectedResponse; ConfigurationError if the certificate is not trusted; ServiceUnavailable
+        when the time is up.
         """
         deadline = time.monotonic() + budget_s
         all_headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
         if self._key:
             all_headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(self.base_url + path, data=body, headers=all_headers, method=method)
         facts: dict[str, Any] = {"method": method, "path": path, "seq_id": seq_id, "attempts": 0}
         may_have_arrived = False
         while True:
             facts["attempts"] += 1
+            timeout_s = min(self._exchange_timeout_s, max(deadline - time.monotonic(), _LEAST_TIMEOUT_S))
             try:
-                return self._attempt(request, deadline, facts)
+                return self._read(self._ask(method, path, body, all_headers, timeout_s, facts), facts)
             except _Trouble as trouble:
-                if trouble.what in nothing_yet:
-                    return None
+                if trouble.status_or_timeout in not_yet:
+                    raise NotYet from None
                 may_have_arrived |= trouble.may_have_arrived
-                outcome: Outcome = "unknown" if may_have_arrived else trouble.outcome_if_untouched
-                self._pause_or_give_up(trouble, deadline, facts, outcome)
+                self._pause_or_give_up(trouble, deadline, facts, may_have_arrived=may_have_arrived)
             except WhitneyError as error:
-                # Only the service itself, having let the request in, settles what became of an earlier attempt.
+                # An earlier attempt may have been executed. A 401 or 403, or an error without a code (from a proxy,
+                # say), does not prove the contrary.
                 if may_have_arrived and (error.code is None or error.status in (401, 403)):
                     error.outcome = "unknown"
                 raise
 
-    def _attempt(self, request: urllib.request.Request, deadline: float, facts: dict[str, Any]) -> dict[str, Any]:
-        timeout = min(self._exchange_timeout_s, max(deadline - time.monotonic(), 0.001))
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout_s: float,
+        facts: dict[str, Any],
+    ) -> Answer:
+        # No error is chained to what it came from: that may show the key, if a server echoes it in place of HTTP.
         try:
-            with self._opener.open(request, timeout=timeout) as response:
-                return self._parsed(_read(response, facts), response.status, facts)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise self._refusal(error, facts) from None
+            return self._connections.ask(method, path, body, headers, timeout_s)
+        except NotTrusted as error:
+            raise ConfigurationError(
+                f"the certificate of {self.base_url} is not trusted: {error}. If you run the authority that signed it, "
+                "name the authority's certificate with ca_file (--ca-file)",
+                outcome="not_sent",
+                **facts,
+            ) from None
+        except NotConnected as error:
+            raise _Trouble(str(error), may_have_arrived=False) from None
+        except AnswerTooLarge as error:
+            raise UnexpectedResponse(str(error), outcome="unknown", **facts) from None
         except (OSError, http.client.HTTPException) as error:
-            # Not chained: what a server wrote in place of HTTP may hold the key that it was sent.
-            raise self._connection_trouble(error, facts) from None
+            kind = TIMEOUT if isinstance(error, TimeoutError) else ""
+            raise _Trouble(f"{type(error).__name__}: {error}", may_have_arrived=True, status_or_timeout=kind) from None
 
-    def _parsed(self, raw: bytes, status: int, facts: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, answer: Answer, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer's object. Raise _Trouble if the request may be sent again, a WhitneyError if not."""
+        if not 200 <= answer.status < 300:
+            raise self._refusal(answer, facts)
+        facts = {**facts, "status": answer.status}
         try:
-            parsed = _json_object(raw)
+            parsed = _json_object(answer.body)
         except (ValueError, RecursionError) as error:
             raise UnexpectedResponse(
-                f"the service answered {status} with JSON that Python can not read: {error}",
-                outcome="unknown", status=status, **facts,
-            ) from None  # fmt: skip
+                f"the service answered {answer.status} with JSON that Python cannot read: {error}",
+                outcome="unknown",
+                **facts,
+            ) from None
         if parsed is not None:
             return parsed
-        message = f"answered {status} with a body that is no JSON object: {_shown(raw)}"
-        if raw.strip()[:1] in (b"", b"{"):  # cut short on its way
-            raise _Trouble(message, may_have_arrived=True, what=status, about={"status": status})
+        message = f"answered {answer.status} with a body that is no JSON object: {_beginning(answer.body)}"
+        if answer.body.strip()[:1] in (b"", b"{"):  # cut short on its way
+            about = {"status": answer.status}
+            raise _Trouble(message, may_have_arrived=True, status_or_timeout=answer.status, about=about)
         raise UnexpectedResponse(
-            f"the service {message}. Is {self.base_url} the API itself?",
-            outcome="unknown", status=status, **facts,
-        )  # fmt: skip
+            f"the service {message}. Is {self.base_url} the API itself?", outcome="unknown", **facts
+        )
 
-    def _refusal(self, answer: urllib.error.HTTPError, facts: dict[str, Any]) -> Exception:
-        status = answer.code
+    def _refusal(self, answer: Answer, facts: dict[str, Any]) -> Exception:
+        status = answer.status
         try:
-            raw = _read(cast(http.client.HTTPResponse, answer.fp), facts)
-        except OSError:
-            raw = b""  # it did not come in time; the status alone says what to do
-        body = None
-        with contextlib.suppress(ValueError, RecursionError):  # shown as it is, like what is no JSON
-            body = _json_object(raw)
-        about = {"message": None, "code": None, "request_id": None, **self._read_error(body or {})}
-        message = about.pop("message")
-        said = message if isinstance(message, str) else f"no JSON error: {_shown(raw)}"
-        about["status"] = status
-        if status in _RETRIED_STATUSES:
+            body = _json_object(answer.body) or {}
+        except (ValueError, RecursionError):  # shown like a body that is not JSON
+            body = {}
+        error = body.get(wire.ERROR)
+        error = error if isinstance(error, dict) else {}
+        said, code, request_id = error.get(wire.ERROR_MESSAGE), error.get(wire.ERROR_CODE), body.get(wire.REQUEST_ID)
+        said = said if isinstance(said, str) else f"no JSON error: {_beginning(answer.body)}"
+        about: dict[str, Any] = {
+            "status": status,
+            "code": code if isinstance(code, str) else None,
+            "request_id": request_id if isinstance(request_id, str) else None,
+        }
+        if _may_pass(status, retryable=error.get(wire.ERROR_RETRYABLE) is True):
             return _Trouble(
                 f"answered {status}: {said}",
-                may_have_arrived=status not in _UNTOUCHED_STATUSES,
-                outcome_if_untouched="rejected",
-                what=status,
-                retry_after=_retry_after_s(answer.headers.get("Retry-After")),
+                may_have_arrived=status >= 500,
+                status_or_timeout=status,
+                retry_after_s=_retry_after_s(answer.headers),
                 about=about,
             )
+        facts = {**facts, **about}
         if status < 300:  # 101, for which nobody asked
-            return UnexpectedResponse(f"the service answered {status}: {said}", outcome="unknown", **about, **facts)
+            return UnexpectedResponse(f"the service answered {status}: {said}", outcome="unknown", **facts)
         if status < 400:
             said = "a redirect, which is refused: it could carry the key elsewhere. Give the final base URL"
         if status >= 500:
-            return ServiceUnavailable(f"the service answered {status}: {said}", outcome="unknown", **about, **facts)
-        return RequestRejected(f"the service refused: {said}", outcome="rejected", **about, **facts)
+            return ServiceUnavailable(f"the service answered {status}: {said}", outcome="unknown", **facts)
+        return RequestRejected(f"the service refused: {said}", outcome="rejected", **facts)
 
-    def _connection_trouble(self, error: Exception, facts: dict[str, Any]) -> Exception:
-        # urllib wraps what happens while connecting and sending; what happens while reading comes as it is.
-        cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        name = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(cause)
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return ConfigurationError(
-                f"the certificate of {self.base_url} is not trusted: {cause.verify_message}. Where its authority is "
-                "your own, name that one's certificate with ca_file (--ca-file)",
-                outcome="not_sent",
-                **facts,
-            )
-        never_left = getattr(cause, "_whitney_while_connecting", False)
-        return _Trouble(name, may_have_arrived=not never_left, what=TIMEOUT if isinstance(error, TimeoutError) else "")
-
-    def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any], outcome: Outcome) -> None:
+    def _pause_or_give_up(
+        self, trouble: _Trouble, deadline: float, facts: dict[str, Any], *, may_have_arrived: bool
+    ) -> None:
         left = deadline - time.monotonic()
-        asked_s = trouble.retry_after or 0
+        asked_s = trouble.retry_after_s or 0
         pause = max(asked_s, _backoff_s(facts["attempts"]))
-        if pause >= left:
-            asked = f"; it asks to wait {asked_s:.0f} s, and {max(left, 0):.0f} s are left" if asked_s else ""
-            raise ServiceUnavailable(
-                f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}",
-                outcome=outcome, retryable=True, **trouble.about, **facts,
-            ) from trouble  # fmt: skip
-        logger.warning(
-            "%s %s: %s; attempt %d, again in %.1f s",
-            facts["method"],
-            redacted(facts["path"]),
-            trouble,
-            facts["attempts"],
-            pause,
-        )
-        time.sleep(pause)
+        if pause < left:
+            again = f"attempt {facts['attempts']}, again in {pause:.1f} s"
+            log(logging.WARNING, f"{facts['method']} {facts['path']}: {trouble}; {again}")
+            time.sleep(pause)
+            return
+        refused: Outcome = "rejected" if trouble.about else "not_sent"
+        asked = f"; it asks to wait {asked_s:.0f} s, and {max(left, 0):.0f} s are left" if asked_s else ""
+        raise ServiceUnavailable(
+            f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}",
+            outcome="unknown" if may_have_arrived else refused,
+            retryable=True,
+            **trouble.about,
+            **facts,
+        ) from trouble
 
 
 class _Trouble(Exception):
-    """One attempt that may be made again."""
+    """An attempt that failed and may be made again."""
 
     def __init__(
         self,
         message: str,
         *,
         may_have_arrived: bool,
-        what: int | str,
-        outcome_if_untouched: Outcome = "not_sent",
-        retry_after: float | None = None,
+        status_or_timeout: int | str = "",
+        retry_after_s: float | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(redacted(message))
         self.may_have_arrived = may_have_arrived
-        self.outcome_if_untouched = outcome_if_untouched
-        self.what = what  # a status, TIMEOUT, or ""
-        self.retry_after = retry_after
-        self.about = about or {}
+        self.status_or_timeout = status_or_timeout
+        self.retry_after_s = retry_after_s
+        self.about = about or {}  # of an answer: status, code and request_id
 
 
-class _TimedReads(io.RawIOBase):
-    """A socket's reads, all of which together take no longer than its timeout; urllib's own is for each one alone."""
-
-    _raw: io.RawIOBase | None = None  # so that one whose making was interrupted can be closed
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._end = time.monotonic() + (sock.gettimeout() or 0)
-        self._raw = cast(io.RawIOBase, sock.makefile("rb", buffering=0))
-
-    def makefile(self, *_: Any) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
+def _may_pass(status: int, *, retryable: bool) -> bool:
+    """Return whether the same request may succeed later; ``retryable`` is the word of the service's error."""
+    if status in _NOT_TAKEN or (status >= 500 and status not in _NEVER_SERVED):
         return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the answer did not end in time")
-        self._sock.settimeout(left)
-        return cast(io.RawIOBase, self._raw).readinto(buffer)
-
-    def close(self) -> None:
-        if self._raw is not None:
-            self._raw.close()
-        super().close()
+    return retryable and status >= 400 and status != _CONFLICT
 
 
-class _TimedResponse(http.client.HTTPResponse):
-    fp: Any = None  # so that one whose making was interrupted can be closed
-
-    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
-        super().__init__(cast(socket.socket, _TimedReads(sock)), *arguments, **options)
-
-    def begin(self, *arguments: Any, **options: Any) -> None:
-        for _ in range(_MOST_INTERIM_ANSWERS):
-            super().begin(*arguments, **options)
-            if not 100 <= self.status < 200 or self.status == http.client.SWITCHING_PROTOCOLS:
-                return
-            self.headers = cast(Any, None)  # so that it begins again: http.client itself passes over 100 alone
-        raise http.client.HTTPException(f"more than {_MOST_INTERIM_ANSWERS} interim answers")
-
-
-class _TimedHTTPConnection(http.client.HTTPConnection):
-    response_class = _TimedResponse
-
-    def connect(self) -> None:
-        try:
-            super().connect()
-        except Exception as error:
-            # The address, the proxy's CONNECT, the handshake: nothing of the request is sent before all of it is done.
-            error.__dict__["_whitney_while_connecting"] = True
-            traceback.clear_frames(error.__traceback__)  # closes a proxy's refusal, which Python 3.10 leaves open
-            raise
-
-
-class _TimedHTTPSConnection(_TimedHTTPConnection, http.client.HTTPSConnection):
-    pass
-
-
-class _TimedHTTPHandler(urllib.request.HTTPHandler):
-    def http_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(_TimedHTTPConnection, req)
-
-
-class _TimedHTTPSHandler(urllib.request.HTTPSHandler):
-    def __init__(self, context: ssl.SSLContext) -> None:
-        super().__init__(context=context)
-        self._verifying = context
-
-    def https_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(_TimedHTTPSConnection, req, context=self._verifying)
-
-
-def _require_usable_proxy(host: str) -> None:
-    """ConfigurationError where the environment names a proxy for this https host that urllib can not use."""
-    proxy = urllib.request.getproxies().get("https")
-    if not proxy or urllib.request.proxy_bypass(host):
-        return
-    try:
-        parts = urllib.parse.urlsplit(proxy if ":/" in proxy else f"http://{proxy}")
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:  # not shown: it may hold a password
-        raise ConfigurationError(
-            "the proxy that https_proxy names can not be used: expected http://HOST:PORT", outcome="not_sent"
-        )
-
-
-def _verifying_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
-    """Certificates and names are always verified; by ``ca_file`` where it is given, else by the system's."""
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # ssl.SSLError is one
-        why = f"{error.strerror or error}; expected a file of certificates in PEM"
-        raise ConfigurationError(f"ca_file {ca_file} can not be used: {why}", outcome="not_sent") from None
-
-
-def _read(response: http.client.HTTPResponse, facts: dict[str, Any]) -> bytes:
-    """The body, up to a limit. Of one that was cut off what came: an object without its end is seen to be none."""
-    chunks = []
-    size = 0
-    with contextlib.suppress(http.client.HTTPException, ConnectionError):
-        while chunk := response.read1(_CHUNK):
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > _LARGEST_BODY:
-                raise UnexpectedResponse(
-                    f"the answer is larger than {_LARGEST_BODY} bytes",
-                    outcome="unknown",
-                    status=response.status,
-                    **facts,
-                )
-    return b"".join(chunks)
-
-
-def _shown(raw: bytes) -> str:
-    return repr(redacted(raw.decode("utf-8", "replace"))[:_SHOWN_BYTES])
+def _beginning(body: bytes) -> str:
+    return repr(redacted(body.decode("utf-8", "replace"))[:_SHOWN_CHARACTERS])
 
 
 def _json_object(raw: bytes) -> dict[str, Any] | None:
-    """The object; None for anything else, ValueError or RecursionError for JSON beyond Python's limits."""
+    """Return the object; None if it is anything else. Raise ValueError or RecursionError beyond Python's limits.
+
+    Answers are redacted here, as they come in, so that nothing that is made of them later can show the key.
+    """
     try:
         parsed = json.loads(raw)
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
-    return parsed if isinstance(parsed, dict) else None
+    return redacted_json(parsed) if isinstance(parsed, dict) else None
 
 
 def _backoff_s(attempts: int) -> float:
-    """Full jitter: anything from 0 to a ceiling that doubles."""
+    """Draw a pause from 0 to a ceiling that doubles with each attempt ("full jitter")."""
     return random.uniform(0, min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(attempts, 16)))
 
 
-def _retry_after_s(value: str | None) -> float | None:
-    """Seconds to wait from either form of Retry-After; None for nonsense, 0, and what is past."""
-    value = (value or "").strip()
+def _retry_after_s(headers: email.message.Message) -> float | None:
+    """Return the seconds to wait from either form of Retry-After; None for nonsense, 0, and a date that has passed."""
+    value = (headers.get("Retry-After") or "").strip()
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-        return float(value) or None  # of hundreds of digits: infinity, which is beyond any budget
+        return float(value) or None  # hundreds of digits give infinity, which is beyond any budget
+    until = _date(value)
+    if until is None:
+        return None
+    # By the service's own clock if it tells the time: this machine's may be wrong.
+    now = _date(headers.get("Date")) or datetime.datetime.now(datetime.timezone.utc)
+    seconds = (until - now).total_seconds()
+    return seconds if seconds > 0 else None
+
+
+def _date(value: str | None) -> datetime.datetime | None:
     try:
-        when = email.utils.parsedate_to_datetime(value)
+        date = email.utils.parsedate_to_datetime(value or "")
     except (TypeError, ValueError, OverflowError):
         return None
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=datetime.timezone.utc)
-    seconds = (when - datetime.datetime.now(datetime.timezone.utc)).total_seconds()
-    return seconds if seconds > 0 else None
+    return date if date.tzinfo else date.replace(tzinfo=datetime.timezone.utc)
 
 
 def _checked_base_url(base_url: str) -> str:
@@ -416,9 +307,9 @@ def _checked_base_url(base_url: str) -> str:
     elif parts.scheme == "http" and not _is_loopback(host):
         problem = "the key is sent over https only, except to a loopback address"
     if problem:
-        # Not shown whole: what stands where a password may stand is never printed.
+        # Only scheme and host are shown: the rest may hold a password.
         shown = f"{parts.scheme}://{host}" if host else "given"
-        raise ConfigurationError(f"base URL {shown} can not be used: {problem}", outcome="not_sent")
+        raise ConfigurationError(f"base URL {shown} cannot be used: {problem}", outcome="not_sent")
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
 
 

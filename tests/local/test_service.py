@@ -13,7 +13,7 @@ import weakref
 
 import pytest
 
-from whitney_loop import transport
+from whitney_loop import connections
 from whitney_loop.local import service as service_module
 from whitney_loop.local.byte_lm import ByteLM
 from whitney_loop.local.engine import EngineError
@@ -493,7 +493,7 @@ def test_the_largest_result_of_a_sample_is_one_that_the_client_reads():
     longest = {"tokens": [256] * 1000, "logprobs": [-2.2250738585072014e-308] * 1000, "stop_reason": "length"}
     assert len(json.dumps(longest)) <= service_module._SEQUENCE_BYTES + 1000 * service_module._TOKEN_BYTES
     assert len(json.dumps({**longest, "tokens": [], "logprobs": []}) + ", ") <= service_module._SEQUENCE_BYTES
-    assert service_module._MAX_RESULT_BYTES <= transport._LARGEST_BODY
+    assert service_module._MAX_RESULT_BYTES <= connections.LARGEST_BODY
 
 
 def test_a_loss_that_the_engine_lacks_is_said_to_be_the_engines_lack(bench, monkeypatch):

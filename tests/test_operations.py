@@ -1,0 +1,392 @@
+"""Operations: their order, what is known if an answer is lost, and the wait for their end."""
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from scripted_client import client_of, step
+from scripted_server import ScriptedServer, drop, operation, refusal, reply, run, stall
+from whitney_loop import (
+    OperationFailed,
+    OperationTimeout,
+    RequestRejected,
+    RunBroken,
+    ServiceUnavailable,
+    UnexpectedResponse,
+    WhitneyClient,
+    WhitneyError,
+    lora_run,
+    result_sampler_id,
+    training_session,
+)
+from whitney_loop.local import serve
+
+# What is known when it ends
+
+
+def test_where_the_answer_never_comes_the_outcome_is_unknown_and_the_run_is_broken():
+    with ScriptedServer(run(), stall, reply({"run_id": "run-1", "status": "cancelled"})) as server:
+        client = client_of(server, submit_timeout_s=0.3, exchange_timeout_s=0.3)
+        with pytest.raises(ServiceUnavailable) as caught:
+            step(client)
+        assert caught.value.outcome == "unknown" and caught.value.seq_id == 1
+        with pytest.raises(RunBroken, match=r"outcome of optim_step \(seq_id 1\) is unknown") as broken:
+            step(client)
+        assert broken.value.outcome == "not_sent"
+        assert client.cancel("run-1")["status"] == "cancelled"
+    assert len(server.requests) == 3
+
+
+def test_where_no_connection_was_made_nothing_was_sent_and_the_run_goes_on(pauses):
+    with ScriptedServer(run(), operation()) as server:
+        client = client_of(server, submit_timeout_s=0.5)
+        step(client)
+    with pytest.raises(ServiceUnavailable, match="ConnectionRefused") as caught:
+        step(client)
+    assert caught.value.outcome == "not_sent" and caught.value.attempts >= 1
+    with pytest.raises(ServiceUnavailable):  # and not RunBroken
+        step(client)
+
+
+def test_a_refused_operation_takes_no_number():
+    with ScriptedServer(run(next_seq_id=5), refusal(422, "invalid_payload"), operation(seq_id=5)) as server:
+        client = client_of(server)
+        with pytest.raises(RequestRejected):
+            step(client)
+        step(client)
+    assert [request.json["seq_id"] for request in server.requests[1:]] == [5, 5]
+
+
+def test_a_payload_that_is_no_json_takes_no_number_and_sends_nothing():
+    with ScriptedServer(run(), operation()) as server:
+        client = client_of(server)
+        for payload in ({"x": float("nan")}, {"x": object()}):
+            with pytest.raises(ValueError, match="the payload is no JSON"):
+                client.run_operation("run-1", "forward_backward", payload)
+        step(client)
+    assert [request.method for request in server.requests] == ["GET", "POST"]
+
+
+@pytest.mark.parametrize("code", ["seq_conflict", "seq_gap"])
+def test_a_conflict_is_never_asked_again_and_a_lost_order_breaks_the_run(code):
+    with ScriptedServer(run(), refusal(409, code)) as server:
+        client = client_of(server)
+        with pytest.raises(RequestRejected) as caught:
+            step(client)
+        assert caught.value.attempts == 1
+        with pytest.raises(RunBroken, match=f"lost step with this client at optim_step .seq_id 1.: {code}"):
+            step(client)
+
+
+def test_a_conflict_that_is_not_about_the_order_does_not_break_the_run():
+    with ScriptedServer(run(), refusal(409, "run_not_active"), operation()) as server:
+        client = client_of(server)
+        with pytest.raises(RequestRejected) as caught:
+            step(client)
+        assert caught.value.attempts == 1
+        assert step(client) == {"answer": 42}
+
+
+def test_a_key_that_is_refused_after_a_lost_reply_does_not_settle_the_outcome(pauses):
+    with ScriptedServer(run(), drop, refusal(401, "unauthorized")) as server:
+        client = client_of(server)
+        with pytest.raises(RequestRejected) as caught:
+            step(client)
+        assert caught.value.outcome == "unknown"
+        with pytest.raises(RunBroken):
+            step(client)
+
+
+def test_an_interrupt_while_sending_leaves_the_outcome_unknown():
+    def interrupt(connection):
+        os.kill(os.getpid(), signal.SIGINT)
+        stall(connection)
+
+    with ScriptedServer(run(), interrupt) as server:
+        client = client_of(server)
+        with pytest.raises(KeyboardInterrupt):
+            step(client)
+        with pytest.raises(RunBroken):
+            step(client)
+
+
+def test_a_failed_operation_says_why_and_the_run_goes_on():
+    failed = operation("failed", error={"code": "no_gradients", "message": "nothing to step on", "retryable": False})
+    with ScriptedServer(run(), failed, operation(seq_id=2)) as server:
+        client = client_of(server)
+        with pytest.raises(OperationFailed, match="optim_step failed: nothing to step on") as caught:
+            step(client)
+        assert (caught.value.code, caught.value.outcome, caught.value.seq_id) == ("no_gradients", "failed", 1)
+        assert step(client) == {"answer": 42}
+
+
+# Waiting for the result
+
+
+def test_a_long_poll_past_the_read_timeout_is_asked_again_and_is_no_error(caplog):
+    with ScriptedServer(run(), operation("queued"), stall, operation()) as server:
+        assert step(client_of(server, exchange_timeout_s=0.2)) == {"answer": 42}
+    assert polls(server) == ["wait_s=20", "wait_s=0"]
+    assert caplog.records == []
+
+
+def polls(server):
+    paths = [request.path.partition("?") for request in server.requests[2:]]
+    assert {path for path, _, _ in paths} == {"/v1/training/runs/run-1/operations/op-1"}
+    return [query for _, _, query in paths]
+
+
+def test_a_poll_that_ends_with_408_is_no_trouble_however_often(pauses, caplog):
+    with ScriptedServer(run(), operation("queued"), *[refusal(408, "not_yet")] * 6, operation()) as server:
+        assert step(client_of(server)) == {"answer": 42}
+    assert pauses == [0.02 * 2**k for k in range(6)] and caplog.records == []
+
+
+def test_a_gateway_that_cuts_held_polls_off_is_asked_for_short_ones_in_between(pauses, caplog):
+    cut = refusal(504, "gateway_timeout")
+    with ScriptedServer(run(), operation("queued"), cut, operation("running"), cut, operation()) as server:
+        assert step(client_of(server)) == {"answer": 42}
+    assert polls(server) == ["wait_s=20", "wait_s=0"] * 2
+    assert caplog.records == []
+
+
+def test_a_poll_that_was_not_held_and_has_no_answer_is_trouble(pauses):
+    with ScriptedServer(run(), operation("queued"), *[refusal(504, "gateway_timeout")] * 2) as server:
+        with pytest.raises(RequestRejected, match="script_ended"):
+            step(client_of(server))
+    assert polls(server) == ["wait_s=20", "wait_s=0", "wait_s=0"]
+
+
+def test_a_server_that_does_not_hold_the_poll_is_polled_with_a_growing_pause(pauses):
+    running = [operation("running")] * 6
+    with ScriptedServer(run(), operation("queued"), *running, operation()) as server:
+        step(client_of(server))
+    assert pauses == [0.02 * 2**k for k in range(6)]
+
+
+def test_trouble_while_waiting_is_ridden_out(pauses):
+    with ScriptedServer(run(), operation("running"), drop, refusal(503, "busy"), operation()) as server:
+        assert step(client_of(server)) == {"answer": 42}
+
+
+def test_operations_are_submitted_in_order_before_the_first_result_is_awaited():
+    script = [operation("queued", seq_id=seq_id, operation_id=f"op-{seq_id}") for seq_id in (1, 2)]
+    script += [operation(seq_id=seq_id, operation_id=f"op-{seq_id}", result={"n": seq_id}) for seq_id in (1, 2)]
+    with ScriptedServer(run(), *script) as server:
+        client = client_of(server)
+        pending = [client.submit_operation("run-1", "optim_step", {}) for _ in range(2)]
+        assert [handle.seq_id for handle in pending] == [1, 2]
+        assert [handle.result() for handle in pending] == [{"n": 1}, {"n": 2}]
+        assert pending[0].result() == {"n": 1}  # kept: not asked for again
+    assert [request.method for request in server.requests] == ["GET", "POST", "POST", "GET", "GET"]
+
+
+def test_two_threads_that_wait_for_one_result_ask_for_it_once():
+    asked, answer = threading.Event(), threading.Event()
+
+    def held(connection):
+        asked.set()
+        answer.wait(10)
+        connection.sendall(operation())
+
+    with ScriptedServer(run(), operation("queued"), held) as server, ThreadPoolExecutor(2) as pool:
+        pending = client_of(server).submit_operation("run-1", "optim_step", {})
+        first = pool.submit(pending.result)
+        asked.wait(10)
+        second = pool.submit(pending.result)
+        answer.set()
+        assert first.result() == second.result() == {"answer": 42}
+    assert [request.method for request in server.requests] == ["GET", "POST", "GET"]
+
+
+def test_a_result_whose_poll_failed_can_be_asked_for_again():
+    with ScriptedServer(run(), operation("queued"), refusal(404, "not_found"), operation()) as server:
+        pending = client_of(server).submit_operation("run-1", "optim_step", {})
+        with pytest.raises(RequestRejected):
+            pending.result()
+        assert pending.result() == {"answer": 42}
+
+
+def test_an_operation_that_does_not_end_in_time_is_reported_with_an_unknown_outcome():
+    with ScriptedServer(run(), operation("running"), stall, operation("running")) as server:
+        client = client_of(server, operation_timeout_s=0.3)
+        with pytest.raises(OperationTimeout, match=r"optim_step \(seq_id 1\) is 'running' after 0 s") as caught:
+            step(client)
+    assert caught.value.outcome == "unknown" and caught.value.seq_id == 1
+
+
+@pytest.fixture
+def is_stopped(monkeypatch):
+    """``is_stopped(hours)``: the clock goes on by so much, as for a process or a container that was stopped."""
+    monotonic, stopped = time.monotonic, []
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(stopped))
+    return lambda hours: stopped.append(hours * 3600)
+
+
+@pytest.mark.parametrize("answer", [operation("running"), refusal(503, "busy"), refusal(408, "not_yet"), drop])
+def test_a_loop_that_was_stopped_past_the_deadline_asks_once_more(answer, is_stopped):
+    def stopped_meanwhile(connection):
+        is_stopped(5)
+        drop(connection) if answer is drop else connection.sendall(answer)
+
+    with ScriptedServer(run(), operation("queued"), stopped_meanwhile, operation()) as server:
+        assert step(client_of(server)) == {"answer": 42}
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize("wait", ["wait_until_terminal", "close_session"])
+def test_a_wait_for_a_run_or_a_session_asks_once_more_after_it_was_stopped(wait, is_stopped):
+    def stopped_meanwhile(connection):
+        is_stopped(5)
+        connection.sendall(reply({"status": "ending"}))
+
+    ended = {"wait_until_terminal": "cancelled", "close_session": "closed"}[wait]
+    before = [reply({"status": "open"})] if wait == "close_session" else []
+    with ScriptedServer(*before, stopped_meanwhile, reply({"status": ended})) as server:
+        assert getattr(client_of(server), wait)("id-1")["status"] == ended
+
+
+def test_after_the_deadline_it_asks_once_more_and_not_for_ever(is_stopped):
+    def stopped_meanwhile(connection):
+        is_stopped(5)
+        connection.sendall(operation("running"))
+
+    with ScriptedServer(run(), operation("queued"), stopped_meanwhile, operation("running")) as server:
+        with pytest.raises(OperationTimeout):
+            step(client_of(server))
+    assert len(server.requests) == 4
+
+
+def test_a_result_that_has_expired_leaves_the_outcome_unknown_but_not_the_order():
+    with ScriptedServer(run(), operation("running"), refusal(410, "expired"), operation(seq_id=2)) as server:
+        client = client_of(server)
+        with pytest.raises(RequestRejected) as caught:
+            step(client)
+        assert (caught.value.code, caught.value.outcome) == ("expired", "unknown")
+        step(client)
+
+
+# Answers of the wrong shape
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (reply([1, 2]), "no JSON object"),
+        (reply({"status": "queued"}), "optim_step: operation_id is None"),
+        (operation(operation_id=7), "optim_step: operation_id is 7"),
+        (operation(status=None), "optim_step: status is None"),
+        (operation(seq_id=9), "optim_step: seq_id is 9 in the answer, expected 1"),
+        (operation(seq_id=True), "seq_id is True"),
+        (operation(run_id="run-2"), "optim_step: run_id is 'run-2' in the answer, expected 'run-1'"),
+        (operation(kind="sample"), "kind is 'sample' in the answer, expected 'optim_step'"),
+        (operation(result="done"), "optim_step: result is 'done', expected an object"),
+        (operation("failed", error="oh"), "optim_step failed: the service gives no reason"),
+    ],
+)
+def test_an_answer_of_the_wrong_shape_names_the_operation_and_the_field(answer, message):
+    with ScriptedServer(run(), answer) as server, pytest.raises(WhitneyError, match=message):
+        step(client_of(server))
+
+
+@pytest.mark.parametrize(("field", "other", "own"), [("operation_id", "op-2", "op-1"), ("run_id", "run-2", "run-1")])
+def test_a_poll_that_answers_for_another_operation_is_not_believed(field, other, own):
+    with ScriptedServer(run(), operation("queued"), operation(**{field: other})) as server:
+        with pytest.raises(UnexpectedResponse, match=f"{field} is '{other}' in the answer, expected '{own}'"):
+            step(client_of(server))
+
+
+def test_an_operation_that_does_not_name_its_run_is_taken_for_the_run_s_own():
+    answer = {"operation_id": "op-1", "status": "succeeded", "result": {"answer": 42}}
+    with ScriptedServer(run(), reply(answer)) as server:
+        assert step(client_of(server)) == {"answer": 42}
+
+
+def test_a_run_without_a_usable_next_seq_id_is_reported():
+    with ScriptedServer(run(next_seq_id="1")) as server, pytest.raises(UnexpectedResponse, match="next_seq_id is '1'"):
+        step(client_of(server))
+
+
+def test_a_failed_operation_carries_where_it_was_sent():
+    failed = operation("failed", error={"code": "no_gradients", "message": "nothing to step on"})
+    with ScriptedServer(run(), failed) as server, pytest.raises(OperationFailed) as caught:
+        step(client_of(server))
+    assert (caught.value.method, caught.value.path) == ("POST", "/v1/training/runs/run-1/operations")
+
+
+# With the embedded service
+
+
+def test_threads_may_share_a_run_and_each_operation_takes_effect_once(tmp_path):
+    with serve(tmp_path) as service:
+        client = WhitneyClient(service.base_url, service.api_key)
+        session_id = client.create_session("modal")
+        run_id = client.create_lora_run(session_id, model="byte-lm", rank=2)
+        sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
+        results = []
+
+        def ask():
+            for _ in range(5):
+                payload = {"input": {"token_ids": [1, 2]}}
+                results.append(client.sampler_operation(run_id, sampler_id, "logprobs", payload))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) == 20
+        assert client.run(run_id)["next_seq_id"] == 22
+        assert client.accepted == {"save_weights_for_sampler": 1, "logprobs": 20}
+        client.finish(run_id)
+        client.close_session(session_id)
+
+
+def test_two_threads_submit_more_than_a_service_keeps_the_results_of_and_none_is_lost(tmp_path):
+    payloads = [{"input": {"token_ids": [1] * (1 + n % 7)}} for n in range(200)]
+    lengths = [1 + n % 7 for n in range(200)]
+    with serve(tmp_path) as service:
+        client = WhitneyClient(service.base_url, service.api_key)
+        with training_session(client, provider="modal") as session_id:
+            with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
+                sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
+
+                def ask(_):
+                    return client.sampler_operations(run_id, sampler_id, "logprobs", payloads)
+
+                with ThreadPoolExecutor(2) as pool:
+                    for results in pool.map(ask, range(2)):
+                        assert [len(result["logprobs"]) for result in results] == lengths
+                assert client.run_operations(run_id, "save_weights_for_sampler", []) == []
+
+
+def test_a_result_that_nobody_holds_is_not_kept_by_the_client():
+    with ScriptedServer(run(), operation()) as server:
+        client = client_of(server)
+        pending = client.submit_operation("run-1", "optim_step", {})
+        pending.result()
+        known = weakref.ref(pending)
+        del pending
+        gc.collect()
+        assert known() is None
+
+
+def test_any_number_may_be_submitted_before_the_first_result_is_awaited(tmp_path):
+    with serve(tmp_path) as service:
+        client = WhitneyClient(service.base_url, service.api_key)
+        with training_session(client, provider="modal") as session_id:
+            with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
+                sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
+                pending = [
+                    client.submit_sampler_operation(
+                        run_id, sampler_id, "logprobs", {"input": {"token_ids": [1] * (1 + n % 7)}}
+                    )
+                    for n in range(400)
+                ]
+                assert [len(handle.result()["logprobs"]) for handle in pending] == [1 + n % 7 for n in range(400)]

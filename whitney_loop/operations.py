@@ -1,0 +1,281 @@
+"""Operations: sent in their order, each exactly once, and polled until they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from whitney_loop import wire
+from whitney_loop.errors import (
+    OperationFailed,
+    OperationTimeout,
+    RunBroken,
+    ServiceUnavailable,
+    UnexpectedResponse,
+    WhitneyError,
+    log,
+    shortened,
+)
+from whitney_loop.transport import TIMEOUT, NotYet, Transport
+
+_LONG_POLL_S = 20  # below the idle limits of common proxies (60 s)
+_LAST_POLL_S = 5.0  # for the poll after the deadline, retries included
+_FIRST_PAUSE_S = 0.02  # between polls of a server that does not hold them
+_LONGEST_PAUSE_S = 5.0
+_PATIENCE_S = 30.0  # a wait that takes longer is logged, each time this passes
+# Poll answers that mean "not finished yet". A long poll may also end in 504 or a read timeout; the next poll is a short
+# one, and for a short one both are errors.
+_NOT_YET = frozenset({408})
+_NOT_YET_HELD = frozenset({408, 504, TIMEOUT})
+
+
+@dataclass(eq=False)
+class PendingOperation:
+    """An operation that the service has accepted. ``result()`` waits for its end."""
+
+    run_id: str
+    kind: str
+    seq_id: int
+    path: str  # to which it was sent
+    _operation: dict[str, Any] = field(repr=False)  # its newest known state
+    _wait: Callable[[PendingOperation, dict[str, Any]], dict[str, Any]] = field(repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end and return the result. Raises what ``run_operation`` raises. May be called again."""
+        with self._lock:  # one thread polls: by the second answer the service may have forgotten the result
+            self._operation = self._wait(self, self._operation)
+        return _result_of(self._operation, self)
+
+
+@dataclass
+class _Order:
+    """The client's half of a run's order."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    next_seq_id: int | None = None  # None: the service was not asked yet
+    # The newest operations. Weak: a result that nobody can ask for any more need not be fetched, nor kept.
+    recent: deque[weakref.ref[PendingOperation]] = field(default_factory=deque)
+    broken: str | None = None  # why no operation may follow
+
+    def fetch_expiring_results(self, seq_id: int) -> None:
+        """Fetch the results that the service may drop when it accepts ``seq_id``."""
+        while self.recent:
+            oldest = self.recent[0]()
+            if oldest is not None:
+                if oldest.seq_id > seq_id - wire.RESULTS_KEPT:
+                    return
+                with contextlib.suppress(WhitneyError):  # whoever calls its result() gets the error
+                    oldest.result()
+            self.recent.popleft()
+
+
+class Operations:
+    """The operations of all runs of one client. ``accepted`` counts those that the service took, by kind."""
+
+    def __init__(self, transport: Transport, *, submit_timeout_s: float, operation_timeout_s: float) -> None:
+        self._transport = transport
+        self._submit_timeout_s = submit_timeout_s
+        self._operation_timeout_s = operation_timeout_s
+        self.accepted: Counter[str] = Counter()
+        self._orders: dict[str, _Order] = {}
+        self._lock = threading.Lock()  # guards accepted and _orders
+
+    def submit(self, run_id: str, path: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
+        """Serialise the payload, then take the next seq_id, then send, under the run's lock."""
+        serialised = as_json(payload, kind)
+        with self._lock:
+            order = self._orders.setdefault(run_id, _Order())
+        with order.lock:
+            if order.broken:
+                raise RunBroken(
+                    f"{kind} is not sent: {order.broken}. Only finish, cancel and close can follow",
+                    outcome="not_sent",
+                )
+            if order.next_seq_id is None:
+                order.next_seq_id = self._next_seq_id(run_id)
+            seq_id = order.next_seq_id
+            order.fetch_expiring_results(seq_id)
+            head = json.dumps({wire.KIND: kind, wire.SEQ_ID: seq_id})
+            body = f'{head[:-1]}, "{wire.PAYLOAD}": {serialised}}}'.encode()
+            try:
+                answer = self._transport.exchange("POST", path, body, budget_s=self._submit_timeout_s, seq_id=seq_id)
+                pending = PendingOperation(run_id, kind, seq_id, path, answer, self._wait)
+                _require_operation(answer, pending)
+                order.next_seq_id = seq_id + 1
+            except BaseException as error:  # a Ctrl-C too leaves the outcome unknown
+                order.broken = _why_broken(error, kind, seq_id)
+                raise
+            order.recent.append(weakref.ref(pending))
+            with self._lock:
+                self.accepted[kind] += 1
+        return pending
+
+    def _next_seq_id(self, run_id: str) -> int:
+        path = wire.path(wire.RUN, run_id=run_id)
+        answer = self._transport.exchange("GET", path, budget_s=self._submit_timeout_s)
+        require_same(answer, wire.RUN_ID, run_id, f"run {run_id}")
+        seq_id = answer.get(wire.NEXT_SEQ_ID)
+        if type(seq_id) is not int or seq_id < 1:
+            raise UnexpectedResponse(
+                f"run {run_id}: next_seq_id is {shortened(seq_id)}, not an integer ≥ 1", outcome="not_sent"
+            )
+        return seq_id
+
+    def poll(self, path: str, left_s: float, **options: Any) -> dict[str, Any]:
+        """Ask for a state that ``wait_until`` waits for. Trouble is ridden out for as long as that would wait."""
+        budget_s = left_s or min(_LAST_POLL_S, self._submit_timeout_s)
+        return self._transport.exchange("GET", path, budget_s=budget_s, **options)
+
+    def _wait(self, pending: PendingOperation, operation: dict[str, Any]) -> dict[str, Any]:
+        """Return the operation once it has ended."""
+        operation_id = operation[wire.OPERATION_ID]
+        path = wire.path(wire.OPERATION, run_id=pending.run_id, operation_id=operation_id)
+        hold = True  # whether the next poll is a long one
+
+        def poll(left_s: float) -> dict[str, Any] | None:
+            nonlocal hold
+            wait_s = int(min(left_s, _LONG_POLL_S)) if hold else 0
+            try:
+                answer = self.poll(
+                    path + wire.WAIT.format(seconds=wait_s),
+                    left_s,
+                    seq_id=pending.seq_id,
+                    not_yet=_NOT_YET_HELD if hold else _NOT_YET,
+                )
+                _require_operation(answer, pending, operation_id)
+            except NotYet:
+                hold = not hold
+                return None
+            except WhitneyError as error:
+                error.outcome = "unknown"  # the operation was accepted: only its result is refused here
+                raise
+            hold = True
+            return answer
+
+        name = f"{pending.kind} (seq_id {pending.seq_id})"
+        facts = _facts(pending)
+        return wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=self._operation_timeout_s, **facts)
+
+
+def wait_until(
+    statuses: Collection[str],
+    poll: Callable[[float], dict[str, Any] | None],
+    state: dict[str, Any],
+    name: str,
+    *,
+    timeout_s: float,
+    **facts: Any,
+) -> dict[str, Any]:
+    """Poll until the status is one of ``statuses``, and return that state. Raise OperationTimeout after ``timeout_s``.
+
+    ``poll`` takes the seconds that are left and returns the state, or None if it is not known yet. The last poll begins
+    after the deadline: this process may have been stopped (Ctrl-Z, a paused container) while the service went on.
+    """
+
+    def has_ended() -> bool:
+        return str(state.get(wire.STATUS)) in statuses  # str: a wrong status may not even be hashable
+
+    started = said = time.monotonic()
+    deadline = started + timeout_s
+    pause, is_last = _FIRST_PAUSE_S, False
+    while not has_ended():
+        asked = time.monotonic()
+        found = shortened(state.get(wire.STATUS))
+        if is_last:
+            raise OperationTimeout(
+                f"{name} is {found} after {asked - started:.0f} s, not {' or '.join(sorted(statuses))}",
+                outcome="unknown",
+                **facts,
+            )
+        if asked - said > _PATIENCE_S:
+            said = asked
+            log(logging.WARNING, f"{name} is {found} for {asked - started:.0f} s")
+        is_last = asked >= deadline
+        try:
+            state = poll(max(deadline - asked, 0)) or state
+        except ServiceUnavailable:
+            if is_last or time.monotonic() < deadline:
+                raise
+            continue
+        answered = time.monotonic()
+        if not has_ended() and answered - asked < _LONG_POLL_S / 2:  # the service did not hold the poll
+            time.sleep(min(pause, max(deadline - answered, 0)))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return state
+
+
+def as_json(value: object, name: str) -> str:
+    """Return the JSON text. Raise ValueError if there is none."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: the payload is no JSON: {error}. check_payload says which entry it is") from None
+
+
+def require_same(answer: dict[str, Any], field_name: str, expected: object, name: str, **facts: Any) -> None:
+    """Raise UnexpectedResponse if an answer names another run, session or operation. It need not name any."""
+    found = answer.get(field_name, expected)
+    if type(found) is not type(expected) or found != expected:
+        raise UnexpectedResponse(
+            f"{name}: {field_name} is {shortened(found)} in the answer, expected {expected!r}",
+            outcome="unknown",
+            **facts,
+        )
+
+
+def _require_operation(answer: dict[str, Any], pending: PendingOperation, operation_id: str | None = None) -> None:
+    """Raise UnexpectedResponse if the answer is not an operation, or not the one that was asked about."""
+    facts = _facts(pending)
+    found_id, status = answer.get(wire.OPERATION_ID), answer.get(wire.STATUS)
+    if not wire.is_id(found_id):
+        message = f"{pending.kind}: {wire.OPERATION_ID} is {shortened(found_id)} in the answer, not an id"
+        raise UnexpectedResponse(message, outcome="unknown", **facts)
+    if not isinstance(status, str):
+        message = f"{pending.kind}: {wire.STATUS} is {shortened(status)} in the answer, not a string"
+        raise UnexpectedResponse(message, outcome="unknown", **facts)
+    require_same(answer, wire.RUN_ID, pending.run_id, pending.kind, **facts)
+    require_same(answer, wire.SEQ_ID, pending.seq_id, pending.kind, **facts)
+    require_same(answer, wire.KIND, pending.kind, pending.kind, **facts)
+    require_same(answer, wire.OPERATION_ID, operation_id or found_id, pending.kind, **facts)
+
+
+def _result_of(operation: dict[str, Any], pending: PendingOperation) -> dict[str, Any]:
+    kind, status, result = pending.kind, operation[wire.STATUS], operation.get(wire.RESULT)
+    if status != wire.SUCCEEDED:
+        error = operation.get(wire.ERROR)
+        error = error if isinstance(error, dict) else {}
+        code, message = error.get(wire.ERROR_CODE), error.get(wire.ERROR_MESSAGE)
+        raise OperationFailed(
+            f"{kind} {status}: {message or 'the service gives no reason'}",
+            outcome="failed",
+            code=code if isinstance(code, str) else None,
+            retryable=error.get(wire.ERROR_RETRYABLE) is True,
+            **_facts(pending),
+        )
+    if not isinstance(result, dict):
+        message = f"{kind}: {wire.RESULT} is {shortened(result)}, expected an object"
+        raise UnexpectedResponse(message, outcome="unknown", **_facts(pending))
+    return result
+
+
+def _facts(pending: PendingOperation) -> dict[str, Any]:
+    """Return what an error about this operation carries."""
+    return {"method": "POST", "path": pending.path, "seq_id": pending.seq_id}
+
+
+def _why_broken(error: BaseException, kind: str, seq_id: int) -> str | None:
+    """Return why no operation may follow; None if it is certain that the service did not take the seq_id."""
+    if isinstance(error, WhitneyError) and error.code in wire.ORDER_LOST:
+        return f"the service lost step with this client at {kind} (seq_id {seq_id}): {error.code}"
+    if isinstance(error, WhitneyError) and error.outcome in ("not_sent", "rejected"):
+        return None
+    return f"the outcome of {kind} (seq_id {seq_id}) is unknown"
