@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from whitney_loop import WhitneyClient
-from whitney_loop.local.service import Run, Service
+from whitney_loop.local.run import Run
+from whitney_loop.local.service import Service
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

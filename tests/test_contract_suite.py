@@ -13,9 +13,11 @@ import pytest
 
 from contract.deployment import ENDPOINTS, Api, Unspeakable
 from whitney_loop import wire
-from whitney_loop.local import service as service_module
+from whitney_loop.local import requests as requests_module
+from whitney_loop.local import run as run_module
+from whitney_loop.local.requests import ServiceError
 from whitney_loop.local.server import Handler, LocalServer
-from whitney_loop.local.service import Service, ServiceError
+from whitney_loop.local.service import Service
 
 pytestmark = pytest.mark.long
 
@@ -80,7 +82,7 @@ def test_where_all_holds_one_line_says_so_and_what_was_asked_for_follows(base_ur
 
 
 def test_the_table_names_the_broken_sentence_and_no_other(base_url, service, monkeypatch):
-    monkeypatch.setattr(service_module, "_fingerprint", lambda *_: "the same for all")
+    monkeypatch.setattr(run_module, "_fingerprint", lambda *_: "the same for all")
     code, output = run(base_url, "test_3 or test_4")
     assert code == 1
     assert "1 of 5 sentences of the contract do not hold:" in output
@@ -92,7 +94,7 @@ def test_the_table_names_the_broken_sentence_and_no_other(base_url, service, mon
 
 
 def test_the_cases_of_a_sentence_share_a_row(base_url, monkeypatch):
-    monkeypatch.setattr(service_module, "check_optimizer_payload", lambda payload: None)
+    monkeypatch.setattr(requests_module, "check_optimizer_payload", lambda payload: None)
     code, output = run(base_url, "every_field_of_the_optimizer")
     assert code == 1
     assert "[type] expected 422 invalid_payload, found 200" in text_of(output)

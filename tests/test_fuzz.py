@@ -299,7 +299,7 @@ def end_of(client, run_id, storage):
         step = error.code
     state_id = client.run_operation(run_id, "save_state", {})["state_id"]
     client.finish(run_id)
-    return step, (storage / "states" / f"{state_id}.safetensors").read_bytes()
+    return step, (storage / "states" / state_id / "engine" / "state.json").read_bytes()
 
 
 def keep_small(request):

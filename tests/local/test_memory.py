@@ -10,7 +10,8 @@ import pytest
 
 from whitney_loop import WhitneyClient, adamw_optimizer, forward_backward_payload, rl_datum
 from whitney_loop.local import service as service_module
-from whitney_loop.local.service import Service, ServiceError
+from whitney_loop.local.requests import ServiceError
+from whitney_loop.local.service import Service
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = 10_000

@@ -457,7 +457,7 @@ def test_it_listens_on_another_address_where_it_is_told_to_and_warns(tmp_path):
         assert address(served)[0] == "127.0.0.2"
         assert "modal" in call(served, "GET", "capabilities")["providers"]
         process.send_signal(signal.SIGTERM)
-        assert "beware: the key and all else go unencrypted" in process.communicate(timeout=WAIT_S)[1]
+        assert "warning: the key and all data cross the network unencrypted" in process.communicate(timeout=WAIT_S)[1]
 
 
 def test_a_taken_port_is_one_line_and_exit_2(tmp_path, served):

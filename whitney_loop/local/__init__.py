@@ -14,7 +14,8 @@ from os import PathLike
 from pathlib import Path
 
 from whitney_loop.local.server import LocalServer
-from whitney_loop.local.service import DEFAULT_STORAGE, Service
+from whitney_loop.local.service import Service
+from whitney_loop.local.storage import DEFAULT_STORAGE
 
 __all__ = ["Served", "serve"]
 
@@ -23,7 +24,7 @@ _POLL_S = 0.05  # how long the end of the with block may wait for the accepting 
 
 @dataclass(frozen=True)
 class Served:
-    """Where the service is, and the key that it asks for."""
+    """The address of the service, and the key that it asks for."""
 
     base_url: str
     api_key: str = field(repr=False)
@@ -34,7 +35,7 @@ def serve(storage: str | PathLike[str] | None = None) -> Iterator[Served]:
     """Serve on a free port of 127.0.0.1 until the block ends; runs that are still active then are cancelled.
 
     ``storage`` is the folder of states and adapters; None is ``.whitney_local`` in the current folder. Raises OSError
-    where it can not be written.
+    if it cannot be written.
     """
     api_key = secrets.token_urlsafe()
     server = LocalServer(Service(Path(storage or DEFAULT_STORAGE)), api_key)

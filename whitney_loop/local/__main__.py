@@ -10,8 +10,10 @@ import signal
 import sys
 from pathlib import Path
 
+from whitney_loop.local.byte_lm import MODEL
 from whitney_loop.local.server import HOST, LocalServer
-from whitney_loop.local.service import DEFAULT_STORAGE, MODEL, Service
+from whitney_loop.local.service import Service
+from whitney_loop.local.storage import DEFAULT_STORAGE
 
 LOOPBACK = (HOST, "localhost", "::1")
 
@@ -22,7 +24,7 @@ def main() -> int:
     api_key = key_of_environment or secrets.token_urlsafe()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
     if not re.fullmatch(r"[!-~]+", api_key):
-        print("WHITNEY_API_KEY holds what no client can send: a space or a character outside ASCII", file=sys.stderr)
+        print("WHITNEY_API_KEY holds a space or a character outside ASCII, which no client can send", file=sys.stderr)
         return 2
     try:
         service = Service(options.storage)
@@ -36,11 +38,11 @@ def main() -> int:
         print(f"cannot serve on {where}: {error.strerror}; choose another", file=sys.stderr)
         return 2
     if options.host not in LOOPBACK:
-        print("beware: the key and all else go unencrypted to whoever reaches this address", file=sys.stderr)
+        print("warning: the key and all data cross the network unencrypted", file=sys.stderr)
     try:
         print(f"Serving {MODEL}, for rehearsal. Storage: {options.storage.absolute()}. Ctrl-C ends it.")
         print(f"WHITNEY_BASE_URL={server.base_url}")
-        print("WHITNEY_API_KEY=" + ("(the one of this environment)" if key_of_environment else api_key), flush=True)
+        print("WHITNEY_API_KEY=" + ("(from the environment)" if key_of_environment else api_key), flush=True)
         server.serve_forever()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends it at once
@@ -58,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "--storage",
         type=Path,
         default=Path(DEFAULT_STORAGE),
-        help=f"of states and adapters (default: {DEFAULT_STORAGE})",
+        help=f"folder of states and adapters (default: {DEFAULT_STORAGE})",
     )
     return parser
 
@@ -66,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port} is no port; expected 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{port} is not a port; expected 0 to 65535")
     return port
 
 

@@ -2,12 +2,12 @@
 
 An objective takes one datum: ``p``, the logprobs of its N targets under the weights being trained (for
 ``ppo_critic`` v, the values of its N prefixes); ``tensors``, its loss inputs as plain lists of N numbers; and the
-payload's ``loss_config``. It yields a ``Term`` per token that counts; ``evaluate`` adds them up. Every loss is a sum.
+payload's ``loss_config``. It yields one ``Term`` per token that counts; ``evaluate`` adds them up. Every loss is a sum.
 
 In the formulas q = ``logprobs`` (from sampling), A = ``advantages``, w = ``weights``, r = exp(p − q), sg stops the
-gradient, and clip(x) = min(max(x, low), high). Where a min or max takes its clipped branch the gradient is 0; a tie
-takes the other one. A token whose w is 0 is never looked at, so neither a NaN nor an infinity at a masked position
-can leak. One anywhere else makes the loss not finite, and the engine refuses it.
+gradient, and clip(x) = min(max(x, low), high). If a min or max takes its clipped branch, the gradient is 0; a tie
+takes the other branch. Tokens with w = 0 are skipped, so a NaN or infinity there is harmless. Anywhere else it makes
+the loss non-finite, and the engine refuses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST_EXPONENT = 700.0  # exp overflows soon after
 
 
 class Term(NamedTuple):
-    """What the token at position ``t`` adds to the loss, d loss / d p there, and whether its clip acted."""
+    """The token at position ``t``: its part of the loss, d loss / d p there, and whether it was clipped."""
 
     t: int
     value: float
@@ -35,7 +35,7 @@ class Term(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A datum's loss; d loss / d p, one number per token; how many tokens were clipped, of how many that count."""
+    """A datum's loss; d loss / d p, one number per token; how many tokens were clipped; how many count."""
 
     loss: float
     slopes: list[float]
@@ -70,7 +70,7 @@ def ppo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
 
 
 def cispo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
-    """−Σ w·sg(clip(r))·p·A   2506.13585; no token loses its gradient, however far its ratio is"""
+    """−Σ w·sg(clip(r))·p·A   2506.13585; a clipped token keeps a gradient"""
     low, high = _clip_range(tensors, config)
     for t, w, q, a in _sampled(tensors):
         r, _ = _ratio(p[t] - q)
@@ -103,7 +103,7 @@ def dro(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
 def dppo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
     """−Σ w·r·A·sg(m)   2602.04879, binary total variation
 
-    m = 0 where the probability has gone further than delta_high up with A > 0, or than delta_low down with A < 0.
+    m = 0 if the probability has risen by more than delta_high with A > 0, or fallen by more than delta_low with A < 0.
     """
     delta_low, delta_high = config.get("delta_low", 0.2), config.get("delta_high", 0.2)
     for t, w, q, a in _sampled(tensors):
@@ -117,7 +117,7 @@ def dppo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]
 def ppo_critic(v: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
     """½ Σ w·max((clip(v) − R)², (v − R)²), clip(v) within value_clip of ``values``; unclipped without value_clip
 
-    R = ``returns``. A datum without ``values`` or ``returns``, as a ``forward`` may send it, has no terms.
+    R = ``returns``. A datum without ``values`` or ``returns``, which a ``forward`` may send, has no terms.
     """
     if not {"values", "returns"} <= tensors.keys():
         return
@@ -125,7 +125,7 @@ def ppo_critic(v: Sequence[float], tensors: Tensors, config: Config) -> Iterator
     for t, w in _weighted(tensors):
         v_old, target = tensors["values"][t], tensors["returns"][t]
         error, cut = v[t] - target, _clip_value(v[t], v_old, value_clip) - target
-        unclipped = error * error >= cut * cut  # asked this way round, a NaN on either side is taken
+        unclipped = error * error >= cut * cut  # False for a NaN, so that the NaN gets into the loss and is refused
         yield Term(t, w / 2 * error * error, w * error) if unclipped else Term(t, w / 2 * cut * cut, 0.0, True)
 
 
@@ -149,7 +149,7 @@ def provider_defaults(provider: str, loss_function: str) -> Config:
 
 
 CLIPPING = frozenset({"ppo", "cispo", "gspo", "dppo", "ppo_critic"})
-"""The losses whose metrics have a ``clip_frac``."""
+"""Losses whose metrics have a ``clip_frac``."""
 
 
 def evaluate(loss_function: str, p: Sequence[float], tensors: Tensors, config: Config) -> Outcome:
@@ -189,7 +189,7 @@ def _clip(x: float, low: float, high: float) -> float:
 
 
 def _clip_value(v: float, v_old: float, limit: float) -> float:
-    """v itself where it is near enough: v_old + (v − v_old) may round to another number, which is no tie."""
+    """Clip v to within ``limit`` of v_old. An unclipped v is returned itself: v_old + (v − v_old) may round."""
     return v if abs(v - v_old) <= limit else v_old + _clip(v - v_old, -limit, limit)
 
 
@@ -198,6 +198,6 @@ def _exp(x: float) -> float:
 
 
 def _ratio(log_ratio: float) -> tuple[float, float]:
-    """exp and its derivative, which is 0 where the limit cuts. A NaN stays a NaN."""
+    """exp(log_ratio), limited, and its derivative, which is 0 beyond the limit. A NaN stays a NaN."""
     r = math.exp(_clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     return r, 0.0 if abs(log_ratio) > LOG_RATIO_LIMIT else r

@@ -1,4 +1,4 @@
-"""The HTTP front of the embedded service: routes, authorisation, and an error body for everything that goes wrong."""
+"""The HTTP front of the embedded service: routes, authorisation, and a JSON body for every error."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 from whitney_loop.local.engine import JSONObject
-from whitney_loop.local.service import Service, ServiceError
+from whitney_loop.local.requests import ServiceError
+from whitney_loop.local.service import Service
 
-HOST = "127.0.0.1"  # unless the user says otherwise: it trains for whoever has the key, without TLS
+HOST = "127.0.0.1"  # the default, because there is no TLS
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
-_SOCKET_TIMEOUT_S = 30.0  # of a client that neither sends nor reads; a long poll is no such wait
-_REQUEST_S = 120.0  # until a request has come whole, however slowly: the largest body at 4 Mbit/s
-_MOST_CONNECTIONS = 500  # each is a thread; half of what a process may usually have open
-_PAUSE_S = 0.1  # where the process can open no more: else accepting would spin
-_LINGER_S = 2.0  # for a client that still sends a body which is not read
+_SOCKET_TIMEOUT_S = 30.0  # for a client that neither sends nor reads; during a long poll the client is not waited for
+_REQUEST_S = 120.0  # for a request to arrive completely: the largest body at 4 Mbit/s
+_MOST_CONNECTIONS = 500  # each is a thread; a process may usually have twice as many open
+_PAUSE_S = 0.1  # if the process cannot open another connection; without it, accepting would spin
+_LINGER_S = 2.0  # for a client that is still sending a body that nobody reads
 _LINGER_BYTES = 4 * MAX_BODY_BYTES
-_STOP_S = 2.0  # of the workers, then of the connections; what computes for longer ends with the process
+_STOP_S = 2.0  # for the workers to end, then for the connections; a longer computation ends with the process
 _MAX_KEY_CHARS = 200
 _RETRYABLE = frozenset({429, 500, 503})
 
@@ -40,7 +41,7 @@ _log = logging.getLogger("whitney_loop.local")
 
 
 class Request(NamedTuple):
-    """What a route may look at; ``raw`` is the body, ``key`` the Idempotency-Key."""
+    """The parts of a request that a route may use; ``raw`` is the body, ``key`` the Idempotency-Key."""
 
     raw: bytes
     key: str | None
@@ -62,11 +63,11 @@ class Request(NamedTuple):
         except ValueError:
             seconds = math.nan
         if not 0 <= seconds < math.inf:
-            raise ServiceError(400, "invalid_request", "wait_s is no number of seconds from 0")
+            raise ServiceError(400, "invalid_request", "wait_s is not a number of seconds from 0")
         return seconds
 
 
-_Action = Callable[..., JSONObject]  # of the service, the request and the ids in the path
+_Action = Callable[..., JSONObject]  # takes the service, the request and the ids in the path
 _ROUTES: list[tuple[str, str, _Action]] = [
     ("GET", "capabilities", lambda s, r: s.capabilities()),
     ("POST", "sessions", lambda s, r: s.create_session(r.json(), r.key)),
@@ -90,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: LocalServer
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.1"  # else a malformed first line would be answered without a status line
+    default_request_version = "HTTP/1.1"  # so that a malformed first line is answered with a status line
     server_version = "whitney-loop"
     sys_version = ""
     timeout = _SOCKET_TIMEOUT_S
@@ -107,14 +108,14 @@ class Handler(BaseHTTPRequestHandler):
         try:
             status, body = 200, self._result()
         except (ConnectionError, TimeoutError):
-            raise  # the client is gone, or too slow
+            raise  # the client has left, or is too slow
         except ServiceError as error:
             status, body = error.status, _error_body(error)
         except RecursionError:
             status, body = 400, _error_body(_invalid_json("it is nested too deeply"))
         except Exception:
             _log.exception("%s %s", self.command, self.path)
-            broken = ServiceError(500, "internal_error", "the service broke; its log (whitney_loop.local) says where")
+            broken = ServiceError(500, "internal_error", "the service broke; see its log (whitney_loop.local)")
             status, body = broken.status, _error_body(broken)
         self._answer(status, body)
         if self._body_is_unread:
@@ -153,12 +154,12 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers:
-            self._body_is_unread = True  # where it ends is not known: nothing more can be read from here
+            self._body_is_unread = True  # its end is unknown, so no later request can be read either
             raise ServiceError(411, "length_required", "send the body with a Content-Length, not chunked")
         if not lengths:
-            return b""  # HTTP/1.1: there is no body, and the next request begins here
+            return b""  # HTTP/1.1: then there is no body, and the next request begins here
         if len(lengths) > 1 or not re.fullmatch("[0-9]{1,18}", lengths[0]):
-            raise ServiceError(400, "invalid_request", "Content-Length is no count of bytes")
+            raise ServiceError(400, "invalid_request", "Content-Length is not a number of bytes")
         length = int(lengths[0])
         if length > MAX_BODY_BYTES:
             raise ServiceError(413, "body_too_large", f"the body has {length} bytes; the limit is {MAX_BODY_BYTES}")
@@ -190,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _linger(self) -> None:
-        """Let the client send the body that nobody reads; closing at once would reset what it was answered."""
+        """Drop the rest of the body before closing; closing at once would reset the answer that was sent."""
         self.connection.settimeout(_LINGER_S)
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
@@ -200,11 +201,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_expect_100(self) -> bool:
         proceed = super().handle_expect_100()
-        self.wfile.flush()  # or the client waits for it, and we for the body
+        self.wfile.flush()  # without it the client waits for this line, and the service for the body
         return proceed
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server itself refuses, such as a malformed request line."""
+        """Answer what http.server itself refuses, such as a malformed request line."""
         self.close_connection = True
         self._answer(code, _error_body(ServiceError(code, "bad_request", message or "the request is malformed")))
 
@@ -213,9 +214,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class LocalServer(ThreadingHTTPServer):
-    """The service on a port of ``host``. ``serve_forever`` runs it, ``stop`` ends it once that has returned.
+    """The service on a port of ``host``. ``serve_forever`` runs it; call ``stop`` after that has returned.
 
-    Raises OSError where the port is taken, or there is no such host here.
+    Raises OSError if the port is taken or the host is not an address of this machine.
     """
 
     daemon_threads = True
@@ -227,13 +228,13 @@ class LocalServer(ThreadingHTTPServer):
         self.service = service
         self.key_bytes = api_key.encode()
         self._connections: dict[Any, threading.Thread] = {}
-        self.reading: dict[Any, float] = {}  # connection → since when its request is awaited
+        self.reading: dict[Any, float] = {}  # connection → time since when its request is awaited
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's asks the name service, which can take seconds
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's would ask the name service, which can take seconds
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def get_request(self) -> Any:
@@ -244,10 +245,10 @@ class LocalServer(ThreadingHTTPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return len(self._connections) < _MOST_CONNECTIONS  # who is turned away asks again
+        return len(self._connections) < _MOST_CONNECTIONS  # a client whose connection is closed asks again
 
     def service_actions(self) -> None:
-        """Called again and again while it serves: let go of whoever has not sent a whole request in time."""
+        """Close the connections that have not sent a whole request in time; called repeatedly while it serves."""
         too_long_ago = time.monotonic() - _REQUEST_S
         for connection, since in list(self.reading.items()):
             if since < too_long_ago:
@@ -255,12 +256,12 @@ class LocalServer(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
-        """Cancel what runs, answer who waits, close every connection and wait for their threads."""
+        """Cancel every run, answer every waiting client, close all connections and wait for their threads."""
         self.service.stop(_STOP_S)
         deadline = time.monotonic() + _STOP_S
         for connection, thread in list(self._connections.items()):
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RD)  # what is being answered may still be sent
+                connection.shutdown(socket.SHUT_RD)  # an answer may still be sent
             thread.join(max(0.0, deadline - time.monotonic()))
         self.server_close()
 
@@ -291,4 +292,4 @@ def _invalid_json(why: str) -> ServiceError:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,116 @@
+"""A service without HTTP, with one run in it, and the engines and payloads that its tests use."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+
+from whitney_loop.local.byte_lm import ByteLM
+from whitney_loop.local.requests import ServiceError
+from whitney_loop.local.service import Service
+
+WAIT_S = 20.0  # for what takes milliseconds, so that a test that fails ends
+
+
+class GatedEngine(ByteLM):
+    """Each ``forward`` says that it has begun and waits for its gate."""
+
+    def __init__(self, rank, seed):
+        super().__init__(rank, seed)
+        self.begun = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+
+    def forward(self, payload):
+        self.begun.release()
+        assert self.gate.acquire(timeout=WAIT_S)
+        return {"loss": 0.0}
+
+
+class FailingEngine(ByteLM):
+    """Raises the ``failure`` that it is given."""
+
+    failure: Exception | None = None
+
+    def fail(self, *_):
+        raise self.failure
+
+    forward = forward_backward = save_state = fail
+
+
+class Bench:
+    """A service with one run, and the engine in it."""
+
+    def __init__(self, tmp_path, engine_class=ByteLM, **fields):
+        self.engines = []
+        self.service = Service(tmp_path / "storage", self.make)
+        self.engine_class = engine_class
+        self.session_id = self.service.create_session({"provider": "modal"}, None)["session_id"]
+        self.run_id = self.create(**fields)["run_id"]
+        self.seq_id = 1
+
+    def make(self, rank, seed):
+        self.engines.append(self.engine_class(rank, seed))
+        return self.engines[-1]
+
+    def create(self, **fields):
+        body = {"model": "byte-lm", "lora": {"rank": 2}, "seed": 1} | fields
+        return self.service.create_run(self.session_id, body, None)
+
+    def post(self, kind="forward", payload=None, sampler_id=None):
+        payload = PAYLOADS.get(kind, {}) if payload is None else payload
+        body = {"kind": kind, "seq_id": self.seq_id, "payload": payload}
+        operation = self.service.submit(self.run_id, body, sampler_id)
+        self.seq_id += 1
+        return operation["operation_id"]
+
+    def wait(self, operation_id, wait_s=WAIT_S):
+        return self.service.operation(self.run_id, operation_id, wait_s)
+
+    def do(self, kind, payload=None, sampler_id=None):
+        return self.wait(self.post(kind, payload, sampler_id))
+
+    def save(self):
+        return self.do("save_weights_for_sampler")["result"]["sampler_id"]
+
+    def status(self, operation_id):
+        return self.wait(operation_id, 0)["status"]
+
+    def run(self):
+        return self.service.run(self.run_id)
+
+
+def tensor(dtype, *values):
+    return {"dtype": dtype, "shape": [len(values)], "values": list(values)}
+
+
+def sample_of(num_samples, **params):
+    return {"prompt": {"token_ids": [97]}, "num_samples": num_samples, "sampling_params": params}
+
+
+FORWARD = {
+    "data": [
+        {
+            "input": {"token_ids": [97, 98]},
+            "loss_inputs": {"target_tokens": tensor("int64", 98, 99), "weights": tensor("float32", 0.0, 1.0)},
+        }
+    ],
+    "loss_function": "cross_entropy",
+    "loss_config": {},
+}
+ADAMW = {"type": "adamw", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+SAMPLE = sample_of(2, max_tokens=4)
+PAYLOADS = {
+    "forward": FORWARD,
+    "forward_backward": FORWARD,
+    "optim_step": {"optimizer": ADAMW | {"grad_clip_norm": 0.0}},
+    "sample": SAMPLE,
+}
+
+
+@contextlib.contextmanager
+def refusal(status, code):
+    with pytest.raises(ServiceError) as refused:
+        yield refused
+    assert (refused.value.status, refused.value.code) == (status, code)

@@ -1,0 +1,98 @@
+"""Saved states and exported adapters on disk.
+
+A state is a folder ``states/STATE_ID``: the engine alone writes and reads its folder ``engine``, and ``origin.json``
+beside it names the engine, model and rank that it belongs to. ``adapters/ARTIFACT_ID`` is an adapter as PEFT reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from whitney_loop.local.engine import Engine, JSONObject
+from whitney_loop.local.requests import RunSettings, ServiceError, invalid, shown
+
+DEFAULT_STORAGE = ".whitney_local"
+
+_STATE_ID = re.compile(r"state-[0-9a-f]{16}")  # no other characters, so an id never leads out of the folder
+
+_log = logging.getLogger("whitney_loop.local")
+
+
+class Storage:
+    """The folder of states and adapters of one engine. Raises OSError if it cannot be written."""
+
+    def __init__(self, folder: Path, engine_name: str) -> None:
+        self._states, self._adapters = folder.absolute() / "states", folder.absolute() / "adapters"
+        self._engine_name = engine_name
+        for each in (self._states, self._adapters):
+            each.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=each).close()  # fail now, not after the training
+
+    def save_state(self, engine: Engine, settings: RunSettings) -> JSONObject:
+        state_id = f"state-{secrets.token_hex(8)}"
+        with _new_folder(self._states / state_id) as folder:
+            (folder / "engine").mkdir()
+            step = engine.save_state(folder / "engine")
+            (folder / "origin.json").write_text(json.dumps(self._origin(settings)), encoding="utf-8")
+        return {"state_id": state_id, "step": step}
+
+    def check_state(self, state_id: str, settings: RunSettings) -> None:
+        """Raise ServiceError unless there is such a state, of the engine, model and rank that a run asks for."""
+        if not _STATE_ID.fullmatch(state_id) or not (self._states / state_id).is_dir():
+            raise ServiceError(404, "not_found", f"resume_from: there is no state {shown(state_id)} in this storage")
+        try:
+            saved = json.loads((self._states / state_id / "origin.json").read_text(encoding="utf-8"))
+            engine_name = saved["engine"]
+        except (ValueError, LookupError, TypeError, OSError) as error:
+            raise _damaged(state_id, error) from error
+        if engine_name != self._engine_name:
+            raise invalid(
+                f"resume_from: {state_id} was saved by the engine {shown(engine_name)}; "
+                f"this service runs {shown(self._engine_name)}"
+            )
+        if saved != (asked := self._origin(settings)):
+            raise invalid(f"resume_from: {state_id} was saved by a run of {saved}; this one asks for {asked}")
+
+    def load_state(self, engine: Engine, state_id: str) -> None:
+        """Load a state that ``check_state`` has accepted. Raises ServiceError if the engine finds it damaged."""
+        try:
+            engine.load_state(self._states / state_id / "engine")
+        except (ValueError, OSError) as error:
+            raise _damaged(state_id, error) from error
+
+    def export_lora(self, engine: Engine, settings: RunSettings) -> JSONObject:
+        artifact_id = f"adapter-{secrets.token_hex(8)}"
+        path = self._adapters / artifact_id
+        with _new_folder(path) as folder:
+            engine.export_lora(folder, base_model=settings.model)
+        return {"artifact_id": artifact_id, "uri": path.as_uri()}
+
+    def _origin(self, settings: RunSettings) -> JSONObject:
+        """What a run must have in common with the state that it resumes from."""
+        return {"engine": self._engine_name, "model": settings.model, "rank": settings.rank}
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder to write into, which gets its name ``path`` at the end. If the block fails, nothing is left."""
+    draft = path.with_name(f".{path.name}")
+    draft.mkdir()
+    try:
+        yield draft
+        draft.rename(path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _damaged(state_id: str, error: Exception) -> ServiceError:
+    _log.warning("state %s cannot be read: %s", state_id, error)
+    return invalid(f"resume_from: the files of {state_id} are damaged; resume from another state")
