@@ -82,7 +82,7 @@ def test_where_all_holds_one_line_says_so_and_what_was_asked_for_follows(base_ur
 
 
 def test_the_table_names_the_broken_sentence_and_no_other(base_url, service, monkeypatch):
-    monkeypatch.setattr(run_module, "_fingerprint", lambda *_: "the same for all")
+    monkeypatch.setattr(run_module, "fingerprint", lambda *_: "the same for all")
     code, output = run(base_url, "test_3 or test_4")
     assert code == 1
     assert "1 of 5 sentences of the contract do not hold:" in output

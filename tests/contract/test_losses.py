@@ -272,8 +272,14 @@ def test_a_loss_is_the_sum_over_tokens_that_its_formula_says(run_of, build, prov
 
 @pytest.mark.ours
 @pytest.mark.usefixtures("embedded")
-@pytest.mark.parametrize("loss", ["ppo", "cispo"])
-@pytest.mark.parametrize("config", [{}, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}])
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("ppo", {}),
+        ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}),
+        ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}),
+    ],
+)
 def test_clip_tensors_of_tinker_and_config_keys_of_modal_lead_to_the_same_step(api, build, loss, config):
     tensors = {key: [0.0, threshold, threshold] for key, threshold in config.items()}
     ends = []
@@ -285,6 +291,18 @@ def test_clip_tensors_of_tinker_and_config_keys_of_modal_lead_to_the_same_step(a
         ends.append((result, step, run.result("forward", build.payload(build.datum()))))
     assert ends[0] == ends[1]
     assert ends[0][0]["metrics"]["clip_frac"] > 0
+
+
+@pytest.mark.ours
+@pytest.mark.usefixtures("embedded")
+def test_without_thresholds_cispo_clips_at_0_and_4_on_tinker(run_of, build):
+    tinker, modal = run_of("tinker"), run_of("modal")
+    result = tinker.result("forward", build.payload(moved_datum(tinker, build), loss="cispo"))
+    _, p1, p2 = result["outputs"][0]["logprobs"]
+    assert result["loss"] == near(math.exp(0.5) * (p2 - p1))
+    assert result["metrics"]["clip_frac"] == 0.0
+    result = modal.result("forward", build.payload(moved_datum(modal, build), loss="cispo"))
+    assert result["metrics"]["clip_frac"] == 1.0
 
 
 @pytest.mark.ours

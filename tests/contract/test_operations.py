@@ -197,6 +197,18 @@ def test_logprobs_are_one_per_token_and_the_first_is_null(run, sampler_id, build
     assert all(math.isfinite(logprob) and logprob <= 0 for logprob in logprobs[1:])
 
 
+@pytest.mark.ours
+def test_the_trainer_gives_the_tokens_of_a_sample_the_logprobs_of_the_sampler(own_run, build):
+    own_run.train()
+    sequence = own_run.result("sample", build.sample(num_samples=1), own_run.save())["sequences"][0]
+    text = [97, 98, *sequence["tokens"]]
+    targets = build.tensor(text[1:], "int64")
+    weights = build.tensor([0.0] + [1.0] * len(sequence["tokens"]))
+    datum = {"input": {"token_ids": text[:-1]}, "loss_inputs": {"target_tokens": targets, "weights": weights}}
+    (output,) = own_run.result("forward", build.payload(datum))["outputs"]
+    assert output["logprobs"][1:] == pytest.approx(sequence["logprobs"], abs=0.1)
+
+
 # forward and forward_backward
 
 
@@ -219,6 +231,13 @@ def test_outputs_are_in_the_order_of_data(run, build):
         (alone,) = run.result("forward", build.payload(datum))["outputs"]
         assert output["logprobs"] == pytest.approx(alone["logprobs"], abs=0.1)
     assert together[0]["logprobs"] != pytest.approx(together[1]["logprobs"], abs=0.1)
+
+
+@pytest.mark.ours
+def test_a_datum_gives_the_same_beside_one_of_another_length(run, build):
+    (alone,) = run.result("forward", build.payload(build.datum()))["outputs"]
+    _, beside = run.result("forward", build.payload(build.slow_datum(0), build.datum()))["outputs"]
+    assert beside["logprobs"] == pytest.approx(alone["logprobs"], abs=0.1)
 
 
 @pytest.mark.ours

@@ -170,15 +170,44 @@ def test_6_a_failed_operation_leaves_weights_and_optimizer_as_they_were(settled_
 
 
 @pytest.mark.ours
-def test_6_a_step_that_overflows_leaves_the_gradient_for_another(own_run, build):
-    """Such an eps divides by next to nothing where a moment meets no gradient: at the inputs of the first two steps."""
+@pytest.mark.parametrize(
+    "fields",
+    [{"beta2": 0.0, "eps": 1e-320}, {"learning_rate": 1e30, "weight_decay": 1e30}],
+    ids=["eps", "weight_decay"],
+)
+def test_6_a_step_that_overflows_is_undone_and_every_other_step_leaves_a_model_that_computes(own_run, build, fields):
+    """In float32 such an eps is 0, and 0/0 at an input that has had no gradient; such a decay is infinite."""
+
+    def loss():
+        return own_run.result("forward", build.payload(build.datum()))["loss"]
+
     for _ in range(2):
         own_run.train()
+    before = loss()
     own_run.result("forward_backward", build.payload(build.datum() | {"input": {"token_ids": [120, 121, 122]}}))
-    if own_run.operation("optim_step", build.optimizer(beta2=0.0, eps=1e-320))["status"] == "failed":
+    failed = own_run.operation("optim_step", build.optimizer(**fields))["status"] == "failed"
+    after = loss()
+    if failed:
+        assert after == pytest.approx(before, rel=0.01)
         step = own_run.result("optim_step", build.optimizer(learning_rate=0.0))
         assert step["step"] == 3
         assert step["grad_norm"] > 0
+
+
+@pytest.mark.ours
+def test_6_a_gradient_whose_square_is_beyond_float32_is_refused_or_clipped_as_any_other(own_run, build):
+    def loss():
+        return own_run.result("forward", build.payload(build.datum()))["loss"]
+
+    before = loss()
+    payload = build.payload(build.datum(weights=[0.0, 1e25, 1e25]))
+    own_run.operation("forward_backward", payload)
+    step = own_run.operation("optim_step", build.optimizer(grad_clip_norm=1.0))
+    after = loss()
+    if step["status"] == "succeeded":
+        assert after < before
+    else:
+        assert after == pytest.approx(before, rel=0.01)
 
 
 @pytest.mark.ours

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from whitney_loop.local.byte_lm import ByteLM
+from whitney_loop.local.byte_lm import ByteLM, ByteLMBackend
 from whitney_loop.local.requests import ServiceError
 from whitney_loop.local.service import Service
 
@@ -17,8 +17,8 @@ WAIT_S = 20.0  # for what takes milliseconds, so that a test that fails ends
 class GatedEngine(ByteLM):
     """Each ``forward`` says that it has begun and waits for its gate."""
 
-    def __init__(self, rank, seed):
-        super().__init__(rank, seed)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.begun = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
 
@@ -39,20 +39,30 @@ class FailingEngine(ByteLM):
     forward = forward_backward = save_state = fail
 
 
-class Bench:
-    """A service with one run, and the engine in it."""
+class BenchBackend(ByteLMBackend):
+    """Makes engines of the class that it is given, and remembers them; ``limits`` replace byte-lm's own."""
 
-    def __init__(self, tmp_path, engine_class=ByteLM, **fields):
+    def __init__(self, engine_class=ByteLM, **limits):
         self.engines = []
-        self.service = Service(tmp_path / "storage", self.make)
         self.engine_class = engine_class
+        for name, value in limits.items():
+            setattr(self, name, value)
+
+    def new_run(self, *, rank, seed, proceed):
+        self.engines.append(self.engine_class(rank, seed, proceed))
+        return self.engines[-1]
+
+
+class Bench:
+    """A service with one run; ``engines`` are those that its backend made."""
+
+    def __init__(self, tmp_path, engine_class=ByteLM, limits=None, **fields):
+        self.backend = BenchBackend(engine_class, **limits or {})
+        self.engines = self.backend.engines
+        self.service = Service(tmp_path / "storage", self.backend)
         self.session_id = self.service.create_session({"provider": "modal"}, None)["session_id"]
         self.run_id = self.create(**fields)["run_id"]
         self.seq_id = 1
-
-    def make(self, rank, seed):
-        self.engines.append(self.engine_class(rank, seed))
-        return self.engines[-1]
 
     def create(self, **fields):
         body = {"model": "byte-lm", "lora": {"rank": 2}, "seed": 1} | fields

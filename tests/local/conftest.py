@@ -14,8 +14,8 @@ from whitney_loop.local.byte_lm import ByteLM
 def bench(tmp_path):
     made = []
 
-    def create(engine_class=ByteLM, **fields):
-        made.append(Bench(tmp_path, engine_class, **fields))
+    def create(engine_class=ByteLM, limits=None, **fields):
+        made.append(Bench(tmp_path, engine_class, limits, **fields))
         return made[-1]
 
     yield create

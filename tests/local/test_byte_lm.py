@@ -9,84 +9,14 @@ import random
 import pytest
 
 import safetensors_file
+from local.byte_payloads import ADAMW, datum, payload, random_payload, request, state_of, text_payload, trained
 from whitney_loop.local import byte_lm, byte_model
 from whitney_loop.local.byte_lm import ByteLM
 from whitney_loop.local.byte_model import END
 from whitney_loop.local.engine import EngineError
-from whitney_loop.local.objectives import CLIPPING, evaluate
-
-ADAMW = {
-    "type": "adamw",
-    "learning_rate": 0.1,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "grad_clip_norm": 0.0,
-}
-
-
-def tensor(values, dtype="float32"):
-    return {"dtype": dtype, "shape": [len(values)], "values": list(values)}
-
-
-def datum(tokens, targets, weights, logprobs=None, advantages=None, **further):
-    inputs = {"target_tokens": tensor(targets, "int64"), "weights": tensor(weights)}
-    if logprobs is not None:
-        inputs |= {"logprobs": tensor(logprobs), "advantages": tensor(advantages)}
-    inputs |= {name: tensor(values) for name, values in further.items()}
-    return {"input": {"token_ids": list(tokens)}, "loss_inputs": inputs}
-
-
-def payload(*data, loss="cross_entropy", **config):
-    return {"data": list(data), "loss_function": loss, "loss_config": config}
-
-
-def text_payload(text: bytes):
-    return payload(datum(text[:-1], text[1:], [1.0] * (len(text) - 1)))
-
-
-def random_payload(loss, seed, **config):
-    """Tokens from a small alphabet, so that contexts repeat; masked positions, and weights that are fractions.
-
-    Of the logprobs some are near, and some so far off that the ratio reaches its limit.
-    """
-    rng = random.Random(seed)
-    data = []
-    for n in (1, 5, 9):
-        tokens, targets = ([rng.choice([*b"abc", END]) for _ in range(n)] for _ in range(2))
-        weights = [rng.choice([0.0, 0.25, 1.0, 1.5]) for _ in range(n)]
-        logprobs = [rng.choice([rng.uniform(-6.0, -2.0), -40.0]) for _ in range(n)]
-        advantages = [rng.gauss(0.0, 1.0) for _ in range(n)]
-        critic = {name: [rng.gauss(0.0, 1.0) for _ in range(n)] for name in ("values", "returns")}
-        data.append(datum(tokens, targets, weights, logprobs, advantages, **critic))
-    return payload(*data, loss=loss, **config)
-
-
-def request(prompt=b"the ", num_samples=4, max_tokens=24, **params):
-    return {
-        "prompt": {"token_ids": list(prompt)},
-        "num_samples": num_samples,
-        "sampling_params": {"max_tokens": max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": -1, **params},
-    }
-
-
-def trained(steps=3, rank=4, seed=0):
-    engine = ByteLM(rank, seed)
-    for step in range(steps):
-        engine.forward_backward(random_payload("cross_entropy", f"train {step}"))
-        engine.forward_backward(random_payload("ppo_critic", f"train {step}"))
-        engine.optim_step(ADAMW)
-    return engine
-
+from whitney_loop.local.objectives import CLIPPING, OBJECTIVES, evaluate
 
 ADAPTER = 771 * 4  # numbers in A and B at rank 4; 514 of the value head follow them
-
-
-def state_of(engine):
-    """Everything that decides the future: weights, moments, gradients, step."""
-    moments = engine._moment1, engine._moment2
-    return engine._policy.weights(), *moments, engine._gradient, engine.sampler().version
 
 
 # Gradients and losses
@@ -109,7 +39,7 @@ def outputs_of(engine, batch):
     return [x for output in outputs for x in output.get("values", output["logprobs"])]
 
 
-LOSSES_WITH_CONFIG = [(loss, {}) for loss in sorted(ByteLM.losses)] + [
+LOSSES_WITH_CONFIG = [(loss, {}) for loss in sorted(OBJECTIVES)] + [
     ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
     ("dppo", {"delta_low": 0.01, "delta_high": 0.02}),
     ("dro", {"beta": 0.3}),
@@ -205,7 +135,7 @@ def test_the_metrics_of_losses_that_clip_have_the_share_of_clipped_tokens_over_a
         datum(tokens, targets, [0.0, 0.0, 0.0], q, [1.0, 1.0, 1.0]),
     ]
     assert {
-        loss for loss in ByteLM.losses if "clip_frac" in engine.forward(random_payload(loss, 1))["metrics"]
+        loss for loss in OBJECTIVES if "clip_frac" in engine.forward(random_payload(loss, 1))["metrics"]
     } == CLIPPING
     for loss in ("ppo", "gspo"):
         assert engine.forward(payload(*data, loss=loss))["metrics"]["clip_frac"] == pytest.approx(2 / 3)
@@ -215,40 +145,9 @@ def test_the_metrics_of_losses_that_clip_have_the_share_of_clipped_tokens_over_a
     assert engine.forward(payload(data[2], loss="ppo"))["metrics"] == {"loss:sum": 0.0, "clip_frac": 0.0}
 
 
-def test_every_context_is_a_distribution_without_zeros():
-    engine = trained()
-    for context in [(257 + END,), (0, 257 + 255), (ord("t"), 257 + ord("h"))]:
-        logprobs = engine._policy.logprobs(context)
-        assert len(logprobs) == 257
-        assert math.fsum(map(math.exp, logprobs)) == pytest.approx(1.0, abs=1e-12)
-        assert min(logprobs) > -30
-
-
-def test_training_starts_at_the_base_model_whatever_rank_and_seed():
-    engines = [ByteLM(1, 0), ByteLM(16, "seven"), ByteLM(256, 5)]
-    logprobs = [engine.sampler().logprobs(list(b"the mill")) for engine in engines]
-    assert logprobs[0] == logprobs[1] == logprobs[2]
-    assert all(0 > logprob > -9.1 for logprob in logprobs[0][1:])
-
-
-def test_the_seed_decides_the_initial_weights():
-    assert ByteLM(4, 1)._policy.weights() == ByteLM(4, 1)._policy.weights() == ByteLM(4, "1")._policy.weights()
-    assert ByteLM(4, 1)._policy.weights() != ByteLM(4, 2)._policy.weights()
-
-
 def test_a_rank_below_one_is_refused():
     with pytest.raises(ValueError, match="rank"):
         ByteLM(0, 0)
-
-
-def test_the_cache_of_contexts_stays_within_its_limit_and_changes_no_result(monkeypatch):
-    whole, small = trained(), trained()
-    batch = random_payload("importance_sampling", "cache")
-    expected = whole.forward_backward(batch)
-    monkeypatch.setattr(byte_model, "CACHED_CONTEXTS", 2)
-    assert small.forward_backward(batch) == expected
-    assert len(small._policy._logprobs) <= 2
-    assert state_of(small) == state_of(whole)
 
 
 # The optimizer
@@ -468,66 +367,6 @@ def test_training_does_not_change_a_sampler():
     assert engine.sampler().logprobs(list(b"the mill")) != before[1]
 
 
-def test_temperature_zero_takes_the_likeliest_token():
-    sampler = ByteLM(4, 0).sampler()
-    sequences = sampler.sample(request(b"t", num_samples=3, max_tokens=1, temperature=0), "s")
-    row = byte_model.base_logprobs(ord("t"))
-    assert [sequence["tokens"] for sequence in sequences] == [[row.index(max(row))]] * 3
-    assert sequences[0]["logprobs"] == pytest.approx([max(row)])
-
-
-def drawn(**params):
-    """The tokens that follow ``t`` in many draws."""
-    sequences = ByteLM(4, 0).sampler().sample(request(b"t", num_samples=3000, max_tokens=1, **params), "s")
-    return [sequence["tokens"][0] for sequence in sequences]
-
-
-def ranked_after_t():
-    row = byte_model.base_logprobs(ord("t"))
-    return sorted(range(257), key=lambda token: -row[token]), [math.exp(x) for x in row]
-
-
-def test_tokens_are_drawn_as_often_as_the_policy_says():
-    ranked, probability = ranked_after_t()
-    tokens = drawn()
-    for token in ranked[:5]:
-        assert tokens.count(token) / 3000 == pytest.approx(probability[token], abs=0.03)
-
-
-def test_temperature_sharpens_and_flattens_as_a_power_of_the_probability():
-    ranked, probability = ranked_after_t()
-    for temperature in (0.5, 2.0):
-        powers = [p ** (1 / temperature) for p in probability]
-        expected = powers[ranked[0]] / sum(powers)
-        assert drawn(temperature=temperature).count(ranked[0]) / 3000 == pytest.approx(expected, abs=0.03)
-
-
-def test_a_tiny_temperature_is_greedy_and_does_not_overflow():
-    ranked, _ = ranked_after_t()
-    assert set(drawn(temperature=1e-310)) == {ranked[0]}
-
-
-def test_top_k_keeps_the_k_likeliest():
-    ranked, _ = ranked_after_t()
-    assert set(drawn(top_k=3)) == set(ranked[:3])
-
-
-def test_top_p_keeps_the_fewest_tokens_that_hold_the_share():
-    ranked, probability = ranked_after_t()
-    share = probability[ranked[0]] + probability[ranked[1]]
-    assert set(drawn(top_p=share - 1e-6)) == set(ranked[:2])
-    assert set(drawn(top_p=share + 1e-6)) == set(ranked[:3])
-    assert set(drawn(top_p=1e-9)) == {ranked[0]}
-
-
-def test_top_p_is_a_share_of_what_temperature_and_top_k_left():
-    ranked, probability = ranked_after_t()
-    powers = [probability[token] ** 2 for token in ranked[:3]]
-    share = powers[0] / sum(powers)
-    assert set(drawn(temperature=0.5, top_k=3, top_p=share - 1e-6)) == {ranked[0]}
-    assert set(drawn(temperature=0.5, top_k=3, top_p=share + 1e-6)) == set(ranked[:2])
-
-
 def test_a_sequence_ends_at_a_stop_token_which_it_keeps_or_at_its_length():
     sequences = trained().sampler().sample(request(num_samples=40, max_tokens=12, stop=[ord("e")]), "s")
     assert {sequence["stop_reason"] for sequence in sequences} == {"stop", "length"}
@@ -540,30 +379,6 @@ def test_a_sequence_ends_at_a_stop_token_which_it_keeps_or_at_its_length():
         else:
             assert len(sequence["tokens"]) == 12
             assert last not in (ord("e"), END)
-
-
-# Another tokenizer's ids
-
-
-def test_larger_ids_are_folded_onto_bytes_in_prompts_inputs_targets_and_logprobs():
-    engine = trained()
-    far = [256 * 400 + byte for byte in b"the "]
-    sampler = engine.sampler()
-    assert sampler.sample(request(far), "s") == sampler.sample(request(b"the "), "s")
-    assert sampler.logprobs(far) == sampler.logprobs(list(b"the "))
-    batch = payload(datum(far[:-1], far[1:], [1.0] * 3))
-    assert engine.forward(batch) == engine.forward(text_payload(b"the "))
-
-
-def test_the_end_is_not_folded():
-    sampler = trained().sampler()
-    assert sampler.logprobs([ord("a"), END]) != sampler.logprobs([ord("a"), 0])
-    assert sampler.logprobs([ord("a"), END + 1]) == sampler.logprobs([ord("a"), 1])
-
-
-def test_foreign_stop_ids_are_ignored():
-    sampler = trained().sampler()
-    assert sampler.sample(request(stop=[256 * 7 + ord("e")]), "s") == sampler.sample(request(), "s")
 
 
 # States

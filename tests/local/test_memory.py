@@ -10,6 +10,7 @@ import pytest
 
 from whitney_loop import WhitneyClient, adamw_optimizer, forward_backward_payload, rl_datum
 from whitney_loop.local import service as service_module
+from whitney_loop.local.byte_lm import ByteLMBackend
 from whitney_loop.local.requests import ServiceError
 from whitney_loop.local.service import Service
 
@@ -23,16 +24,21 @@ PAYLOAD = forward_backward_payload([rl_datum([97], [98, 99], [-1.0, -2.0], 0.5)]
 OPTIMIZER = {"optimizer": adamw_optimizer(1e-4)}
 
 
-class Engine:
+class Engine(ByteLMBackend):
     """Computes nothing, so that what grows is the service's own; each of its results takes a kilobyte."""
 
-    losses = frozenset({"importance_sampling"})
     version = 0
+
+    def new_run(self, **_):
+        return self
 
     def sampler(self):
         return self
 
-    def sample(self, request, seed, proceed):
+    def close(self):
+        pass
+
+    def sample(self, request, seed):
         return [{"tokens": [1], "logprobs": [-1.0], "stop_reason": "x" * 1000}]
 
     def forward_backward(self, payload):
@@ -77,7 +83,7 @@ def traced():
 
 @pytest.mark.long
 def test_ten_thousand_operations_take_no_more_memory_than_two_thousand(tmp_path, traced):
-    service = Service(tmp_path, lambda rank, seed: Engine())
+    service = Service(tmp_path, Engine())
     client = Client(service)
 
     def sample(sampler_id):
@@ -93,7 +99,7 @@ def test_ten_thousand_operations_take_no_more_memory_than_two_thousand(tmp_path,
 
 def test_twice_as_many_sessions_as_are_kept_take_no_more_memory(tmp_path, traced, monkeypatch):
     monkeypatch.setattr(service_module, "_SESSIONS_KEPT", 100)
-    service = Service(tmp_path, lambda rank, seed: Engine())
+    service = Service(tmp_path, Engine())
 
     def use(number):
         session_id = service.create_session({"provider": "modal"}, f"key-{number}")["session_id"]
@@ -110,7 +116,7 @@ def test_twice_as_many_sessions_as_are_kept_take_no_more_memory(tmp_path, traced
 
 
 def test_results_of_ended_sessions_are_kept_for_the_newest_only(tmp_path):
-    service = Service(tmp_path, lambda rank, seed: Engine())
+    service = Service(tmp_path, Engine())
     clients = []
     for _ in range(18):
         client = Client(service)

@@ -9,7 +9,6 @@ import pytest
 from local.bench import refusal, sample_of
 from whitney_loop import connections
 from whitney_loop.local import requests
-from whitney_loop.local.byte_lm import ByteLM
 
 
 def test_an_unknown_field_is_refused(bench):
@@ -40,8 +39,7 @@ def test_the_client_reads_the_largest_sample_that_is_accepted():
     assert requests._MAX_RESULT_BYTES <= connections.LARGEST_BODY
 
 
-def test_a_loss_that_only_the_engine_lacks_is_refused_in_the_engines_name(bench, monkeypatch):
-    monkeypatch.setattr(ByteLM, "losses", frozenset({"ppo"}))
+def test_a_loss_that_only_the_engine_lacks_is_refused_in_the_engines_name(bench):
     with refusal(422, "unsupported_loss") as refused:
-        bench().post("forward_backward")
+        bench(limits={"losses": frozenset({"ppo"})}).post("forward_backward")
     assert "byte-lm does not compute it; it computes ppo" in str(refused.value)

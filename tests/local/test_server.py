@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 from whitney_loop.local import serve, server
+from whitney_loop.local.byte_lm import ByteLMBackend
+from whitney_loop.local.engine import EngineError
 from whitney_loop.local.server import MAX_BODY_BYTES, Handler
 from whitney_loop.local.service import Service
 
@@ -394,6 +396,26 @@ def test_serve_keeps_states_in_the_current_folder_by_default(tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == [".whitney_local"]
 
 
+def test_an_engine_that_cannot_be_made_is_no_fault_of_the_service(tmp_path):
+    """A 5xx would be asked again; 422 and a failed run tell the engine's words at once."""
+
+    class Full(ByteLMBackend):
+        largest_rank = 8
+
+        def new_run(self, **_):
+            raise EngineError("out_of_memory", "no room for another adapter")
+
+    with serve(tmp_path, engine=Full()) as served:
+        path = f"sessions/{call(served, 'POST', 'sessions', {'provider': 'modal'})['session_id']}/runs"
+        run = call(served, "POST", path, {"model": "byte-lm", "lora": {"rank": 8}})
+        assert (run["status"], run["error"]["message"]) == ("failed", "no room for another adapter")
+        body = json.dumps({"model": "byte-lm", "lora": {"rank": 9}}).encode()
+        line = f"Content-Length: {len(body)}"
+        status, _, refused = send(served, f"POST /v1/training/{path} HTTP/1.1", line, body=body)
+        assert (status, refused["error"]["retryable"]) == (422, False)
+        assert "lora.rank is 9; expected an integer from 1 to 8" in refused["error"]["message"]
+
+
 def test_the_key_is_not_in_the_repr(served):
     assert served.api_key not in repr(served)
     assert served.base_url in repr(served)
@@ -441,6 +463,29 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path, number):
         process.send_signal(number)
         rest = process.communicate(timeout=WAIT_S)
         assert (process.returncode, rest) == (0, ("", ""))
+
+
+def test_the_command_serves_another_engine(tmp_path):
+    options = ["--engine", "whitney_loop.local.byte_lm:ByteLMBackend"]
+    with command(tmp_path, "--port", "0", *options) as process:
+        served, printed = served_by(process)
+        assert printed.startswith("Serving byte-lm by byte-lm. Storage: ")
+        assert call(served, "GET", "capabilities")["providers"]["modal"]["models"] == ["byte-lm"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "nowhere:make"], "nowhere"),
+        (["--engine", "whitney_loop.local.byte_lm:ByteLMBackend", "--engine-option", "x=1"], "has no 'x'"),
+        (["--engine-option", "x=1"], "--engine-option needs --engine"),
+    ],
+)
+def test_an_engine_that_cannot_be_made_ends_the_command_before_a_port_is_opened(tmp_path, options, message):
+    with command(tmp_path, "--port", "0", *options) as process:
+        out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (2, "")
+    assert message in err
 
 
 def test_the_command_never_prints_the_key_of_the_environment(tmp_path):

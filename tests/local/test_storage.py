@@ -66,11 +66,21 @@ def test_a_state_of_another_engine_is_refused_by_name(bench, tmp_path):
     assert 'saved by the engine "another-engine"; this service runs "byte-lm"' in str(refused.value)
 
 
-@pytest.mark.parametrize("file", ["origin.json", "engine/state.json"])
-def test_a_damaged_state_is_refused_without_its_path(bench, tmp_path, caplog, file):
+def test_a_state_that_the_engine_cannot_load_fails_the_run_without_telling_its_path(bench, tmp_path, caplog):
     made = bench()
     state_id = made.do("save_state")["result"]["state_id"]
-    (tmp_path / "storage" / "states" / state_id / file).write_bytes(b"damaged")
+    (tmp_path / "storage" / "states" / state_id / "engine" / "state.json").write_bytes(b"damaged")
+    run = made.create(resume_from=state_id)
+    assert (run["status"], run["error"]["code"]) == ("failed", "damaged_state")
+    assert state_id in run["error"]["message"]
+    assert str(tmp_path) not in str(run)
+
+
+@pytest.mark.parametrize("content", [b"damaged", b"[]", b"{}"])
+def test_a_state_of_unknown_origin_is_refused_without_its_path(bench, tmp_path, caplog, content):
+    made = bench()
+    state_id = made.do("save_state")["result"]["state_id"]
+    (tmp_path / "storage" / "states" / state_id / "origin.json").write_bytes(content)
     with refusal(422, "invalid_payload") as refused:
         made.create(resume_from=state_id)
     assert str(tmp_path) not in str(refused.value)

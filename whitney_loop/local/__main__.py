@@ -1,4 +1,4 @@
-"""``python -m whitney_loop.local --port 8900``: the embedded service alone, for any client, until Ctrl-C."""
+"""``python -m whitney_loop.local``, or ``whitney-loop serve``: the embedded service alone, for any client."""
 
 from __future__ import annotations
 
@@ -8,18 +8,30 @@ import re
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from whitney_loop.local.byte_lm import MODEL
+from whitney_loop.local.engine import Backend, load_backend
 from whitney_loop.local.server import HOST, LocalServer
 from whitney_loop.local.service import Service
 from whitney_loop.local.storage import DEFAULT_STORAGE
 
 LOOPBACK = (HOST, "localhost", "::1")
+DESCRIPTION = """Serve a model to any client of Whitney's API, until Ctrl-C.
+
+    {prog} --port 8900
+
+It prints the two variables that a client reads, WHITNEY_BASE_URL and WHITNEY_API_KEY. The key is that of this
+environment, or a new one. Without --engine the embedded byte-lm trains, and nothing is billed.
+
+Exit codes: 0 ended by Ctrl-C or SIGTERM; 2 usage, or the engine, the port or the storage cannot be used."""
 
 
-def main() -> int:
-    options = _parser().parse_args()
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_loop.local") -> int:
+    parser = _parser(prog)
+    options = parser.parse_args(arguments)
+    if options.engine_option and not options.engine:
+        parser.error("--engine-option needs --engine")
     key_of_environment = os.environ.get("WHITNEY_API_KEY")
     api_key = key_of_environment or secrets.token_urlsafe()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
@@ -27,7 +39,12 @@ def main() -> int:
         print("WHITNEY_API_KEY holds a space or a character outside ASCII, which no client can send", file=sys.stderr)
         return 2
     try:
-        service = Service(options.storage)
+        backend = load_backend(options.engine, options.engine_option) if options.engine else None
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        service = Service(options.storage, backend)
     except OSError as error:
         print(f"cannot write to {options.storage}: {error.strerror}; choose another --storage", file=sys.stderr)
         return 2
@@ -40,7 +57,7 @@ def main() -> int:
     if options.host not in LOOPBACK:
         print("warning: the key and all data cross the network unencrypted", file=sys.stderr)
     try:
-        print(f"Serving {MODEL}, for rehearsal. Storage: {options.storage.absolute()}. Ctrl-C ends it.")
+        print(f"Serving {_told(backend)}. Storage: {options.storage.absolute()}. Ctrl-C ends it.")
         print(f"WHITNEY_BASE_URL={server.base_url}")
         print("WHITNEY_API_KEY=" + ("(from the environment)" if key_of_environment else api_key), flush=True)
         server.serve_forever()
@@ -52,14 +69,34 @@ def main() -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m whitney_loop.local", description=__doc__)
-    parser.add_argument("--port", type=_port, default=8900, help="0 takes a free one (default: 8900)")
-    parser.add_argument("--host", default=HOST, help=f"address to listen on (default: {HOST}, this machine only)")
-    parser.add_argument(
+def _told(backend: Backend | None) -> str:
+    return "byte-lm, for rehearsal" if backend is None else f"{backend.model} by {backend.name}"
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=DESCRIPTION.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    address = parser.add_argument_group("address")
+    address.add_argument("--port", type=_port, default=8900, metavar="N", help="0 takes a free one (default: 8900)")
+    address.add_argument("--host", default=HOST, help=f"address to listen on (default: {HOST}, this machine only)")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--engine", metavar="MODULE:CALLABLE", help="makes the engine that trains (default: byte-lm)")
+    engine.add_argument(
+        "--engine-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of that callable; repeatable",
+    )
+    storage = parser.add_argument_group("storage")
+    storage.add_argument(
         "--storage",
         type=Path,
         default=Path(DEFAULT_STORAGE),
+        metavar="PATH",
         help=f"folder of states and adapters (default: {DEFAULT_STORAGE})",
     )
     return parser

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import add
 from pathlib import Path
@@ -33,10 +33,8 @@ from whitney_loop.local.byte_model import (
     initial_weights,
     number_of_weights,
 )
-from whitney_loop.local.engine import EngineError, JSONObject
+from whitney_loop.local.engine import Backend, EngineError, JSONObject
 from whitney_loop.local.objectives import CLIPPING, OBJECTIVES, evaluate
-
-MODEL = "byte-lm"
 
 _STATE_FORMAT = "whitney-loop byte_lm 3"  # another number whenever the base text or the layout changes
 
@@ -44,18 +42,18 @@ _STATE_FORMAT = "whitney-loop byte_lm 3"  # another number whenever the base tex
 class ByteLM:
     """One run's model, gradients and optimizer; an ``Engine``.
 
-    ``rank``: columns of the adapter, 1 or more. ``seed`` decides the initial A, and nothing else. Memory: 25 kB
-    per rank for each version that a sampler keeps, 75 kB per rank for moments and gradients, and little for the head.
+    ``rank``: columns of the adapter, 1 or more. ``seed`` decides the initial A, and nothing else. ``proceed`` is called
+    before each datum and each sampled token, and may raise. Memory: 25 kB per rank for each version that a sampler
+    keeps, 75 kB per rank for moments and gradients, and little for the head.
     Raises ValueError if ``rank`` is below 1.
     """
 
-    losses = frozenset(OBJECTIVES)
-
-    def __init__(self, rank: int, seed: int | str) -> None:
+    def __init__(self, rank: int, seed: int | str, proceed: Callable[[], None] = lambda: None) -> None:
         if rank < 1:
             raise ValueError(f"rank must be at least 1, not {rank}")
         weights = initial_weights(rank, seed)
         self._rank = rank
+        self._proceed = proceed
         self._policy = Policy(weights, rank)
         self._moment1 = [0.0] * len(weights)
         self._moment2 = [0.0] * len(weights)
@@ -94,6 +92,7 @@ class ByteLM:
         slopes: Slopes = {}
         d_head = [0.0] * INPUTS
         for index, datum in enumerate(payload["data"]):
+            self._proceed()
             tensors = {name: tensor["values"] for name, tensor in datum["loss_inputs"].items()}
             targets = folded(tensors["target_tokens"])
             contexts = contexts_of(folded(datum["input"]["token_ids"]))
@@ -151,7 +150,7 @@ class ByteLM:
 
     def sampler(self) -> ByteLMSampler:
         """A frozen copy of the weights. It costs nothing, since weights are never changed in place."""
-        return ByteLMSampler(self._policy, self._step)
+        return ByteLMSampler(self._policy, self._step, self._proceed)
 
     def save_state(self, folder: Path) -> int:
         """Write weights, moments and step as JSON, which keeps every number exactly; return the step.
@@ -200,19 +199,23 @@ class ByteLM:
         config = json.dumps(_peft_config(self._rank, base_model), indent=2)
         (folder / "adapter_config.json").write_text(config, encoding="utf-8")
 
+    def close(self) -> None:
+        """Nothing to free."""
+
 
 class ByteLMSampler:
     """The weights of one version, frozen; a ``Sampler``. ``version`` is the number of steps that they had seen."""
 
-    def __init__(self, policy: Policy, version: int) -> None:
+    def __init__(self, policy: Policy, version: int, proceed: Callable[[], None]) -> None:
         self._policy = policy
         self.version = version
+        self._proceed = proceed
 
-    def sample(self, request: JSONObject, seed: str, proceed: Callable[[], None] = lambda: None) -> list[JSONObject]:
+    def sample(self, request: JSONObject, seed: str) -> list[JSONObject]:
         """Return ``num_samples`` sequences ``{"tokens", "logprobs", "stop_reason"}`` that continue the prompt.
 
         Sequence i depends on the request, ``seed`` and i, not on how many are drawn. ``logprobs`` are the policy's
-        own, before temperature, top_k and top_p. ``proceed`` is called before each token, and may raise.
+        own, before temperature, top_k and top_p.
         """
         params = request["sampling_params"]
         prompt = folded(request["prompt"]["token_ids"])
@@ -224,7 +227,7 @@ class ByteLMSampler:
             logprobs: list[float] = []
             last_two = prompt[-2:]
             while len(tokens) < params["max_tokens"]:
-                proceed()
+                self._proceed()
                 context = context_of(last_two)
                 policy = self._policy.logprobs(context)
                 if context not in choices:
@@ -247,6 +250,26 @@ class ByteLMSampler:
         tokens = folded(token_ids)
         later = [self._policy.logprobs(c)[token] for c, token in zip(contexts_of(tokens), tokens[1:], strict=False)]
         return [None, *later][: len(tokens)]
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class ByteLMBackend(Backend):
+    """The embedded model for every run, whatever model the run names."""
+
+    name = "byte-lm"
+    model = "byte-lm"
+    stands_in = True
+    losses = frozenset(OBJECTIVES)
+    largest_rank = 256  # 25 MB a run, and already slow
+    suggested_learning_rate = 0.1  # of a rehearsal; a language model takes far smaller ones
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token for token in folded(token_ids) if token != END).decode(errors="replace")
+
+    def new_run(self, *, rank: int, seed: int, proceed: Callable[[], None]) -> ByteLM:
+        return ByteLM(rank, seed, proceed)
 
 
 def _add_to_slopes(

@@ -1,21 +1,30 @@
 """What a training engine must do for the embedded service.
 
-The service keeps the rules: sessions, order, exactly once, refusals. An engine keeps the mathematics: one object
-holds the model, the gradients and the optimizer of one run. One thread at a time calls it, in ``seq_id`` order, with
-payloads that were checked before.
+The service keeps the rules: sessions, order, exactly once, refusals. An engine keeps the mathematics: a ``Backend``
+is the engine with its model loaded, an ``Engine`` is one run on it, a ``Sampler`` is a frozen copy of a run's weights.
+Each run has a thread of its own: it calls the run's engine and samplers one call at a time, in ``seq_id`` order, with
+payloads that were checked before. Different runs call at the same time.
+
+``README.md`` in this folder says how to write an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from whitney_loop.callables import load_callable
 
 JSONObject = dict[str, Any]
 
 
 class EngineError(Exception):
-    """An operation that fails and leaves the engine unchanged. ``code`` and message go to the client."""
+    """An operation that fails and leaves the engine unchanged. ``code`` and message go to the client.
+
+    After any other exception of ``forward_backward`` or ``optim_step`` the weights may have changed, so the run fails.
+    """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -28,22 +37,32 @@ class Sampler(Protocol):
     version: int
     """Number of optimizer steps that the weights had seen."""
 
-    def sample(self, request: JSONObject, seed: str, proceed: Callable[[], None]) -> list[JSONObject]:
+    def sample(self, request: JSONObject, seed: str) -> list[JSONObject]:
         """Return the ``sequences`` for a sample payload: a list of ``{"tokens", "logprobs", "stop_reason"}``.
 
-        ``seed`` decides everything random: the same seed and request give the same sequences. Call ``proceed`` every
-        few tokens, since one sequence alone can take hours; it raises when the run is cancelled, which ends the call.
+        ``seed`` decides everything random: the same seed and request give the same sequences.
         """
 
     def logprobs(self, token_ids: list[int]) -> list[float | None]:
         """Return one logprob per token given those before it; the first is None."""
 
+    def close(self) -> None:
+        """Free what the sampler holds; it is not called again."""
+
+
+@runtime_checkable
+class BatchSampler(Sampler, Protocol):
+    """A sampler that is faster with several requests at once. The method is optional."""
+
+    def sample_many(self, requests: list[tuple[JSONObject, str]]) -> list[list[JSONObject]]:
+        """Return what ``sample`` would return for each request and its seed, whatever the other requests are.
+
+        If this raises, the service asks for each request alone.
+        """
+
 
 class Engine(Protocol):
     """The trainable model of one run."""
-
-    losses: frozenset[str]
-    """The losses that it computes. Any other is refused as ``unsupported_loss``."""
 
     def forward(self, payload: JSONObject) -> JSONObject:
         """Return ``{"loss", "metrics", "outputs"}`` of a ForwardPayload; change nothing.
@@ -58,7 +77,8 @@ class Engine(Protocol):
     def optim_step(self, optimizer: JSONObject) -> JSONObject:
         """Take one AdamW step and zero the gradients; return ``{"step", "grad_norm"}``, the norm before clipping.
 
-        Raises EngineError ``no_gradients`` if nothing was accumulated since the last step.
+        Raises EngineError ``no_gradients`` if nothing was accumulated since the last step, and ``non_finite_update``
+        if a weight would become NaN or infinite; then nothing changes.
         """
 
     def sampler(self) -> Sampler:
@@ -75,3 +95,96 @@ class Engine(Protocol):
 
     def export_lora(self, folder: Path, *, base_model: str) -> None:
         """Write a PEFT adapter into the empty ``folder``: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+    def close(self) -> None:
+        """Free what the run holds; its samplers are closed, and it is not called again."""
+
+
+class Backend(Protocol):
+    """An engine with its model loaded, and its limits. Subclass this: then a limit that it lacks can be left out.
+
+    The service refuses a request beyond a limit with HTTP 422, the limit and the value.
+    """
+
+    name: str
+    """The engine's name, for messages and saved states. A state of another engine is refused."""
+
+    model: str
+    """The name of the model that it trains."""
+
+    stands_in: bool = False
+    """Whether runs may name any other model too, which is then not trained. The embedded engine alone does this."""
+
+    losses: frozenset[str]
+    """The losses that it computes."""
+
+    vocabulary: int | None = None
+    """Token ids are below this number. None: it takes every id."""
+
+    context_length: int | None = None
+    """The most tokens of one text, a prompt and its completion together."""
+
+    largest_rank: int | None = None
+
+    most_runs: int | None = None
+    """The most runs at one time. A new run may begin while an ended one is still being closed."""
+
+    clips_gradients: bool = True
+    """Whether ``optim_step`` obeys ``grad_clip_norm``."""
+
+    suggested_learning_rate: float | None = None
+    """A learning rate with which a loop on this engine learns."""
+
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Token ids to text, if the engine has a tokenizer."""
+
+    def new_run(self, *, rank: int, seed: int, proceed: Callable[[], None]) -> Engine:
+        """Return a run at the base model with a new adapter, which ``seed`` decides.
+
+        Call ``proceed`` every second or so in every call that takes long, this one and those of samplers included. It
+        raises when the run is being cancelled; let that exception pass, whatever state the run is left in.
+        """
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": lambda text: {"true": True, "false": False}[text],
+}
+
+
+def load_backend(spec: str, options: Sequence[str] = ()) -> Backend:
+    """Call ``MODULE:CALLABLE`` with ``options``, a list of NAME=VALUE, and return the Backend that it makes.
+
+    A value is read as int, float or bool (true, false) if the parameter is annotated so, else as text. Raises
+    ValueError if the callable cannot be found, an option is unknown, missing or unreadable, or the engine cannot start.
+    """
+    make = load_callable(spec, "--engine")
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # not *args and **kwargs
+    parameters = {name: each for name, each in inspect.signature(make).parameters.items() if each.kind in by_name}
+    arguments: dict[str, Any] = {}
+    for option in options:
+        name, separator, text = option.partition("=")
+        if not separator:
+            raise ValueError(f"--engine-option {option!r}: expected NAME=VALUE")
+        if name not in parameters:
+            raise ValueError(f"--engine-option: {spec} has no {name!r}; it has {', '.join(parameters) or 'none'}")
+        arguments[name] = _value(name, text, parameters[name].annotation)
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            raise ValueError(f"--engine {spec} needs --engine-option {name}=…")
+    try:
+        backend: Backend = make(**arguments)
+    except Exception as error:  # whatever it is, it is the user's to mend: a missing package, a folder without a model
+        raise ValueError(f"--engine {spec} cannot start: {type(error).__name__}: {error}") from error
+    if missing := [name for name in (*Backend.__annotations__, "new_run") if not hasattr(backend, name)]:
+        raise ValueError(f"--engine {spec} made a {type(backend).__name__} without {', '.join(missing)}")
+    return backend
+
+
+def _value(name: str, text: str, annotation: Any) -> Any:
+    kind = getattr(annotation, "__name__", annotation)  # a string, if annotations are postponed
+    try:
+        return _READERS.get(kind, str)(text)
+    except (ValueError, LookupError):
+        raise ValueError(f"--engine-option {name}={text}: expected a value of type {kind}") from None

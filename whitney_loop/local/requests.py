@@ -1,15 +1,15 @@
-"""What the body of a request must be: shape, types, ranges, and what provider and engine support."""
+"""What the body of a request must be: shape, types, ranges, the provider's tables and the engine's limits."""
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from whitney_loop.local.byte_lm import MODEL
-from whitney_loop.local.engine import JSONObject
+from whitney_loop.local.engine import Backend, JSONObject
 from whitney_loop.losses import LOSS_SUPPORT, require_advertised_loss
 from whitney_loop.payloads import (
     check_logprobs_request,
@@ -28,7 +28,6 @@ RUN_KINDS = (
 )
 SAMPLER_KINDS = ("sample", "logprobs")
 
-_MAX_RANK = 256
 _MAX_MODEL_CHARS = 200
 _MAX_INTEGER = 2**63 - 1  # an int64
 _DRAWN_SEEDS = 2**31  # a drawn seed fits into an int32, whatever a script does with it
@@ -61,6 +60,7 @@ class RunSettings:
     model: str
     rank: int
     seed: int
+    resume_from: str | None
 
 
 def session_request(body: JSONObject) -> str:
@@ -72,21 +72,23 @@ def session_request(body: JSONObject) -> str:
     return provider
 
 
-def run_request(provider: str, body: JSONObject) -> tuple[RunSettings, str | None]:
-    """Return the settings of a new run and the ``state_id`` that it resumes from, if any."""
+def run_request(provider: str, body: JSONObject, backend: Backend) -> RunSettings:
+    """Return the settings of a new run."""
     _check_fields(body, required={"model", "lora"}, optional={"seed", "resume_from"})
     model, lora, resume_from = body["model"], body["lora"], body.get("resume_from")
     if not isinstance(model, str) or not model.isprintable() or not 0 < len(model) <= _MAX_MODEL_CHARS:
         raise invalid(f"model is {shown(model)}; expected a name of 1 to {_MAX_MODEL_CHARS} printable characters")
+    if model != backend.model and not backend.stands_in:
+        raise invalid(f"model is {shown(model)}; {backend.name} trains only {shown(backend.model)} here")
     if not isinstance(lora, dict):
         raise invalid(f'lora is {shown(lora)}; expected {{"rank": …}}')
     _check_fields(lora, required={"rank"}, prefix="lora.")
-    rank = _integer("lora.rank", lora["rank"], 1, _MAX_RANK)
+    rank = _integer("lora.rank", lora["rank"], 1, backend.largest_rank or _MAX_INTEGER)
     seed = body.get("seed")
     seed = secrets.randbelow(_DRAWN_SEEDS) if seed is None else _integer("seed", seed, 0, _MAX_INTEGER)
     if resume_from is not None and not isinstance(resume_from, str):
         raise invalid(f"resume_from is {shown(resume_from)}; expected a state_id")
-    return RunSettings(provider, model, rank, seed), resume_from
+    return RunSettings(provider, model, rank, seed, resume_from)
 
 
 def operation_request(body: JSONObject) -> tuple[int, str, JSONObject]:
@@ -100,26 +102,33 @@ def operation_request(body: JSONObject) -> tuple[int, str, JSONObject]:
     return _integer("seq_id", body["seq_id"], 1, _MAX_INTEGER), kind, payload
 
 
-def check_operation(
-    kind: str, payload: JSONObject, *, at_sampler: bool, provider: str, losses: AbstractSet[str]
-) -> None:
+def check_operation(kind: str, payload: JSONObject, *, at_sampler: bool, provider: str, backend: Backend) -> None:
     """Raise ServiceError if an operation can be refused without running it.
 
-    ``at_sampler``: it was sent to the path of a sampler. ``losses``: those that the engine computes.
+    ``at_sampler``: it was sent to the path of a sampler.
     """
     try:
         _check_kind(kind, at_sampler)
         if kind in ("forward", "forward_backward"):
             _check_advertised(payload.get("loss_function"), provider)
             check_payload(payload, provider, kind=kind)
-            _check_computed(payload["loss_function"], provider, losses)
+            _check_computed(payload["loss_function"], provider, backend)
+            for index, datum in enumerate(payload["data"]):
+                targets = datum["loss_inputs"]["target_tokens"]["values"]
+                _check_text(f"data[{index}].input.token_ids", datum["input"]["token_ids"], backend)
+                _check_vocabulary(f"data[{index}].loss_inputs.target_tokens.values", targets, backend)
         elif kind == "optim_step":
             check_optimizer_payload(payload)
+            _check_clipping(payload["optimizer"], backend)
         elif kind == "sample":
             check_sample_request(payload)
-            _check_result_size(payload["num_samples"], payload["sampling_params"]["max_tokens"])
+            params = payload["sampling_params"]
+            _check_result_size(payload["num_samples"], params["max_tokens"])
+            _check_text("prompt.token_ids", payload["prompt"]["token_ids"], backend, params["max_tokens"])
+            _check_vocabulary("sampling_params.stop", params.get("stop", ()), backend)
         elif kind == "logprobs":
             check_logprobs_request(payload)
+            _check_text("input.token_ids", payload["input"]["token_ids"], backend)
         elif payload:
             raise ValueError(f"{kind} takes an empty payload, {{}}; found {', '.join(sorted(payload))}")
     except ValueError as error:
@@ -144,13 +153,41 @@ def _check_advertised(loss: object, provider: str) -> None:
         raise ServiceError(422, "unsupported_loss", str(error)) from error
 
 
-def _check_computed(loss: str, provider: str, losses: AbstractSet[str]) -> None:
-    if loss not in losses:
-        computed = ", ".join(sorted(LOSS_SUPPORT[provider] & losses))
+def _check_computed(loss: str, provider: str, backend: Backend) -> None:
+    if loss not in backend.losses:
+        computed = ", ".join(sorted(LOSS_SUPPORT[provider] & backend.losses))
         raise ServiceError(
             422,
             "unsupported_loss",
-            f"{provider} has loss_function {loss!r}, but {MODEL} does not compute it; it computes {computed}",
+            f"{provider} has loss_function {loss!r}, but {backend.name} does not compute it; it computes {computed}",
+        )
+
+
+def _check_text(name: str, token_ids: Sequence[int], backend: Backend, max_tokens: int = 0) -> None:
+    """Raise ValueError if a text, with the ``max_tokens`` that may follow it, does not fit into the model."""
+    _check_vocabulary(name, token_ids, backend)
+    if backend.context_length is not None and len(token_ids) + max_tokens > backend.context_length:
+        further = f" and max_tokens is {max_tokens}" if max_tokens else ""
+        raise ValueError(
+            f"{name} has {len(token_ids)} tokens{further}; "
+            f"{backend.model} takes at most {backend.context_length} tokens in all"
+        )
+
+
+def _check_vocabulary(name: str, token_ids: Sequence[int], backend: Backend) -> None:
+    if backend.vocabulary is None or max(token_ids, default=0) < backend.vocabulary:
+        return
+    index = next(index for index, token in enumerate(token_ids) if token >= backend.vocabulary)
+    raise ValueError(
+        f"{name}[{index}] is {token_ids[index]}; the token ids of {backend.model} are below {backend.vocabulary}"
+    )
+
+
+def _check_clipping(optimizer: Mapping[str, Any], backend: Backend) -> None:
+    if optimizer["grad_clip_norm"] > 0 and not backend.clips_gradients:
+        raise ValueError(
+            f"optimizer.grad_clip_norm is {optimizer['grad_clip_norm']}, but {backend.name} does not clip gradients; "
+            "send 0"
         )
 
 

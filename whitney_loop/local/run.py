@@ -1,88 +1,62 @@
 """One run: operations in ``seq_id`` order, each exactly once, and the worker thread that executes them.
 
 A run's state is read and changed under its own condition only. The engine works outside it, so a run can be asked
-while it computes.
+while it computes. The worker alone makes, calls and closes the engine and its samplers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import re
 import secrets
 import threading
 from array import array
 from collections import deque
-from dataclasses import dataclass
 
-from whitney_loop.local.byte_lm import MODEL
-from whitney_loop.local.engine import Engine, EngineError, JSONObject, Sampler
+from whitney_loop.local.engine import Backend, BatchSampler, Engine, EngineError, JSONObject, Sampler
+from whitney_loop.local.operations import (
+    CHANGES_WEIGHTS,
+    Cancelled,
+    Operation,
+    close_all,
+    error_of,
+    execute,
+    fingerprint,
+    sample_together,
+)
 from whitney_loop.local.requests import RunSettings, ServiceError, check_operation
 from whitney_loop.local.storage import Storage
 
 _LONGEST_POLL_S = 60.0
+_ALLOCATION_WAIT_S = 2.0  # most engines are made in less, and their runs are answered "active" at once
 _FINISH_WAIT_S = 20.0  # like the client's long polls; a client that is answered "active" asks again
 _OPERATIONS_KEPT = 256  # a client may rely on the newest 256 results and the newest 16 samplers
 _SAMPLERS_KEPT = 16  # and on the first one, which is often the reference policy
+_GATHER_S = 0.02  # between samples that are sent one after the other, to be sampled together
+_OPEN = frozenset({"allocating", "active"})  # operations are accepted
 _TERMINAL = frozenset({"finished", "cancelled", "failed"})
-_CHANGES_WEIGHTS = frozenset({"forward_backward", "optim_step"})
-
-_log = logging.getLogger("whitney_loop.local")
-
-
-class _Cancelled(Exception):
-    """Raised through an engine to stop it: the run is being cancelled, and nobody wants the result."""
-
-
-@dataclass
-class Operation:
-    """One accepted operation of a run."""
-
-    operation_id: str
-    run_id: str
-    kind: str
-    seq_id: int
-    fingerprint: str
-    payload: JSONObject
-    sampler: Sampler | None
-    status: str = "queued"
-    result: JSONObject | None = None
-    error: JSONObject | None = None
-
-    def end(self, status: str, *, result: JSONObject | None = None, error: JSONObject | None = None) -> None:
-        self.status, self.result, self.error = status, result, error
-        self.payload, self.sampler = {}, None  # they can be large, and are not needed again
-
-    @property
-    def ended(self) -> bool:
-        return self.status not in ("queued", "running")
-
-    def body(self) -> JSONObject:
-        names = ("operation_id", "run_id", "kind", "seq_id", "status", "result", "error")
-        return {name: getattr(self, name) for name in names}
 
 
 class Run:
     """One model in training: its queue, its worker, and the operations and samplers that are kept."""
 
-    def __init__(self, session_id: str, settings: RunSettings, engine: Engine, storage: Storage) -> None:
+    def __init__(self, session_id: str, settings: RunSettings, backend: Backend, storage: Storage) -> None:
         self.run_id = f"run-{secrets.token_hex(8)}"
         self.session_id = session_id
-        self.status = "active"
+        self.status = "allocating"
         self._settings = settings
+        self._backend = backend
+        self._storage = storage
         self._error: JSONObject | None = None
         self._next_seq_id = 1
         self._operations: dict[int, Operation] = {}  # by seq_id, the newest _OPERATIONS_KEPT
         self._queue: deque[Operation] = deque()
-        self._running: Operation | None = None
+        self._running: list[Operation] = []
         self._samplers: dict[int, Sampler] = {}  # by the seq_id of the save, in that order
         self._forgotten_samplers = array("Q")  # their seq_ids: 8 bytes each, so a million of them take 8 MB
+        self._to_close: list[Sampler] = []  # forgotten samplers that operations in the queue may still need
         self._finishing = False
         self._stopping = False  # the whole service stops: nobody waits any longer
-        self._losses = engine.losses
-        self._engine: Engine | None = engine
-        self._storage = storage
         self._changed = threading.Condition()
         self._worker = threading.Thread(target=self._work, name=f"worker of {self.run_id}", daemon=True)
         self._worker.start()
@@ -90,41 +64,42 @@ class Run:
     # Requests
 
     def body(self) -> JSONObject:
+        engine, model = self._backend.name, self._settings.model
         with self._changed:
             body: JSONObject = {
                 "run_id": self.run_id,
                 "session_id": self.session_id,
                 "status": self.status,
                 "next_seq_id": self._next_seq_id,
-                "model": self._settings.model,
+                "model": model,
                 "lora": {"rank": self._settings.rank},
                 "seed": self._settings.seed,
-                "served_by": MODEL,
+                "served_by": engine,
             }
             if self._error is not None:
                 body["error"] = self._error
-        if self._settings.model != MODEL:
+        if model != self._backend.model:
             body["note"] = (
-                f"{MODEL} stands in for {self._settings.model}: this embedded service is for rehearsal and "
-                f"trains no other model"
+                f"{engine} stands in for {model}: this embedded service is for rehearsal and trains no other model"
             )
         return body
 
+    def allocated(self) -> JSONObject:
+        """Return the run when its engine has been made or has failed, or after a while as ``allocating``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.status != "allocating" or self._stopping, timeout=_ALLOCATION_WAIT_S)
+            return self.body()
+
     def submit(self, seq_id: int, kind: str, payload: JSONObject, sampler_id: str | None) -> JSONObject:
         """Return the operation with this ``seq_id``: the existing one, or a new one at the end of the queue."""
-        fingerprint = _fingerprint(sampler_id, kind, payload)
+        own_fingerprint = fingerprint(sampler_id, kind, payload)
         with self._changed:
             if seq_id < self._next_seq_id:
-                return self._existing(seq_id, fingerprint).body()
+                return self._existing(seq_id, own_fingerprint).body()
             self._require_active()
             sampler = None if sampler_id is None else self._sampler(sampler_id)
-            check_operation(
-                kind,
-                payload,
-                at_sampler=sampler is not None,
-                provider=self._settings.provider,
-                losses=self._losses,
-            )
+            at_sampler, provider = sampler is not None, self._settings.provider
+            check_operation(kind, payload, at_sampler=at_sampler, provider=provider, backend=self._backend)
             if seq_id > self._next_seq_id:
                 raise ServiceError(
                     409,
@@ -132,12 +107,12 @@ class Run:
                     f"seq_id {seq_id} leaves a gap; expected {self._next_seq_id}",
                     expected_seq_id=self._next_seq_id,
                 )
-            if len(self._queue) + (self._running is not None) >= _OPERATIONS_KEPT:
+            if len(self._queue) + len(self._running) >= _OPERATIONS_KEPT:
                 raise ServiceError(
                     429, "queue_full", f"{_OPERATIONS_KEPT} operations are waiting; submit again when some have ended"
                 )
             operation_id = f"op-{self._hex_id()}-{seq_id}"
-            operation = Operation(operation_id, self.run_id, kind, seq_id, fingerprint, payload, sampler)
+            operation = Operation(operation_id, self.run_id, kind, seq_id, own_fingerprint, payload, sampler)
             self._operations[seq_id] = operation
             # The queue is no longer than what is kept, so the forgotten operation has ended.
             self._operations.pop(seq_id - _OPERATIONS_KEPT, None)
@@ -159,7 +134,7 @@ class Run:
     def finish(self) -> JSONObject:
         """Accept no more operations and let the queue end. Return the run when it has finished, or after a while."""
         with self._changed:
-            if self.status == "active":
+            if self.status in _OPEN:
                 self._finishing = True
                 self._settle()
             elif self.status != "finished":
@@ -168,12 +143,12 @@ class Run:
             return self.body()
 
     def cancel(self) -> JSONObject:
-        """Cancel the queue, and a running sample; let any other running operation complete.
+        """Cancel the queue, and stop what the engine computes as soon as it asks whether to proceed.
 
         A run that has ended stays unchanged.
         """
         with self._changed:
-            if self.status == "active":
+            if self.status in _OPEN:
                 self.status = "cancelling"
                 self._cancel_queue()
                 self._settle()
@@ -198,14 +173,15 @@ class Run:
     # Rules; called with the condition held
 
     def _require_active(self) -> None:
-        if self.status != "active" or self._finishing:
-            state = "finishing" if self.status == "active" else self.status
-            raise ServiceError(409, "run_not_active", f"run {self.run_id} is {state}; create another run")
+        if self.status not in _OPEN or self._finishing:
+            state = "finishing" if self.status in _OPEN else self.status
+            reason = f" ({self._error['message']})" if self._error else ""
+            raise ServiceError(409, "run_not_active", f"run {self.run_id} is {state}{reason}; create another run")
 
-    def _existing(self, seq_id: int, fingerprint: str) -> Operation:
+    def _existing(self, seq_id: int, own_fingerprint: str) -> Operation:
         """The operation that took ``seq_id``. Raises ServiceError unless it is the same operation."""
         existing = self._kept(seq_id)
-        if existing.fingerprint != fingerprint:
+        if existing.fingerprint != own_fingerprint:
             raise ServiceError(
                 409,
                 "seq_conflict",
@@ -255,97 +231,124 @@ class Run:
 
     def _settle(self) -> None:
         """End the run if nothing is left to do, and wake everybody who waits."""
-        if self._running is None and not self._queue:
+        if not self._running and not self._queue:
             if self.status == "cancelling":
                 self.status = "cancelled"
             elif self.status == "active" and self._finishing:
                 self.status = "finished"
-        if self.ended:
-            self._engine = None
-            self._samplers.clear()
-            self._forgotten_samplers = array("Q")
         self._changed.notify_all()
+
+    def _fail(self, error: JSONObject) -> None:
+        self.status, self._error = "failed", error
+        self._cancel_queue()
 
     # The worker
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self.ended)
-                if self.ended or self._engine is None:
-                    return
-                operation, engine = self._queue.popleft(), self._engine
-                operation.status, self._running = "running", operation
-            self._complete(operation, engine)
-
-    def _complete(self, operation: Operation, engine: Engine) -> None:
-        status, result, error = "failed", None, None
+        engine, settings = None, self._settings
         try:
-            result = self._execute(operation, engine)
-            json.dumps(result, allow_nan=False)  # NaN is never sent: an engine that returns one is broken
-            status = "succeeded"
-        except _Cancelled:
-            status = "cancelled"
-        except EngineError as failure:
-            error = _error(failure.code, str(failure))
-        except OSError as failure:
-            _log.exception("%s could not use the storage", operation.operation_id)
-            error = _error("storage_failed", f"the storage could not be written: {failure.strerror}")
-        except Exception:
-            _log.exception("%s broke the engine", operation.operation_id)
-            error = _error("internal_error", "the engine broke; see the service's log (whitney_loop.local)")
+            engine = self._backend.new_run(rank=settings.rank, seed=settings.seed, proceed=self._proceed)
+            self._storage.load_state(engine, settings)
+        except Exception as failure:
+            self._fail_allocation(failure)
+        else:
+            self._activate()
+            while batch := self._next_batch():
+                self._complete(batch, engine)
+                self._close_forgotten_samplers()
+        close_all([*self._samplers.values(), *self._to_close])
+        self._samplers.clear()
+        close_all([] if engine is None else [engine])
+
+    def _activate(self) -> None:
         with self._changed:
-            self._running = None
-            operation.end(status, result=None if error else result, error=error)
-            if error and error["code"] == "internal_error" and operation.kind in _CHANGES_WEIGHTS:
-                self._fail(operation, error)
+            if self.status == "allocating":
+                self.status = "active"
             self._settle()
 
-    def _fail(self, operation: Operation, error: JSONObject) -> None:
-        """End the run: its weights may be half changed, and a failed operation must leave them unchanged."""
-        self.status, self._error = "failed", error | {"operation_id": operation.operation_id}
-        self._cancel_queue()
+    def _fail_allocation(self, failure: Exception) -> None:
+        """Fail the run, and the first operation that waits for it, with the engine's words."""
+        with self._changed:
+            if self.status == "allocating":
+                error = self._error_of(failure, self.run_id)
+                if self._queue:
+                    self._queue.popleft().end("failed", error=error)
+                self._fail(error)
+            self._settle()
+
+    def _next_batch(self) -> list[Operation]:
+        """The next operation, with the samples behind it if they can be taken together; empty if the run has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self.ended)
+            if self.ended:
+                return []
+            first = self._start_next()
+            if first.kind == "sample" and isinstance(first.sampler, BatchSampler):
+                while self._changed.wait_for(lambda: self._queue, timeout=_GATHER_S):
+                    if self._queue[0].kind != "sample" or self._queue[0].sampler is not first.sampler:
+                        break
+                    self._start_next()
+            return list(self._running)
+
+    def _start_next(self) -> Operation:
+        operation = self._queue.popleft()
+        operation.status = "running"
+        self._running.append(operation)
+        return operation
+
+    def _complete(self, batch: list[Operation], engine: Engine) -> None:
+        results = sample_together(batch, self._settings)
+        for operation in batch:
+            result, failure = results.get(operation.seq_id), None
+            try:
+                if result is None:
+                    result = self._execute(operation, engine)
+                json.dumps(result, allow_nan=False)  # NaN is never sent: an engine that returns one is broken
+            except Exception as error:
+                failure = error
+            with self._changed:
+                self._end(operation, result, failure)
+                self._running.remove(operation)
+                self._settle()
 
     def _execute(self, operation: Operation, engine: Engine) -> JSONObject:
-        payload, sampler = operation.payload, operation.sampler
-        if sampler is not None:
-            if operation.kind == "logprobs":
-                return {"logprobs": sampler.logprobs(payload["input"]["token_ids"])}
-            seed = self._sampling_seed(operation)
-            return {"sequences": sampler.sample(payload, seed, self._proceed), "version": sampler.version}
+        self._proceed()
         if operation.kind == "save_weights_for_sampler":
             return self._keep_sampler(operation.seq_id, engine.sampler())
-        if operation.kind == "forward":
-            return engine.forward(payload)
-        if operation.kind == "forward_backward":
-            return engine.forward_backward(payload)
-        if operation.kind == "optim_step":
-            return engine.optim_step(payload["optimizer"])
-        if operation.kind == "save_state":
-            return self._storage.save_state(engine, self._settings)
-        return self._storage.export_lora(engine, self._settings)
+        return execute(operation, engine, self._settings, self._storage)
+
+    def _end(self, operation: Operation, result: JSONObject | None, failure: Exception | None) -> None:
+        if failure is None:
+            operation.end("succeeded", result=result)
+        elif isinstance(failure, Cancelled):
+            operation.end("cancelled")
+        else:
+            error = self._error_of(failure, operation.operation_id)
+            operation.end("failed", error=error)
+            weights_may_have_changed = operation.kind in CHANGES_WEIGHTS and not isinstance(failure, EngineError)
+            if weights_may_have_changed and self.status in _OPEN:
+                self._fail(error | {"operation_id": operation.operation_id})
+
+    def _error_of(self, failure: Exception, what: str) -> JSONObject:
+        return error_of(failure, self._backend.name, what)
 
     def _proceed(self) -> None:
-        if self.status == "cancelling":  # without the condition, since it is asked before every token
-            raise _Cancelled
-
-    def _sampling_seed(self, operation: Operation) -> str:
-        seed = operation.payload["sampling_params"].get("seed")
-        return f"run:{self._settings.seed}:{operation.seq_id}" if seed is None else f"request:{seed}"
+        if self.status not in _OPEN:  # without the condition, since it may be asked before every token
+            raise Cancelled
 
     def _keep_sampler(self, seq_id: int, sampler: Sampler) -> JSONObject:
         with self._changed:
             self._samplers[seq_id] = sampler
             if len(self._samplers) > _SAMPLERS_KEPT + 1:
                 _first, oldest, *_newer = self._samplers
-                del self._samplers[oldest]
+                self._to_close.append(self._samplers.pop(oldest))
                 self._forgotten_samplers.append(oldest)
         return {"sampler_id": f"smp-{self._hex_id()}-{seq_id}", "version": sampler.version}
 
-
-def _fingerprint(sampler_id: str | None, kind: str, payload: JSONObject) -> str:
-    return hashlib.sha256(json.dumps([sampler_id, kind, payload], sort_keys=True).encode()).hexdigest()
-
-
-def _error(code: str, message: str) -> JSONObject:
-    return {"code": code, "message": message, "retryable": False}
+    def _close_forgotten_samplers(self) -> None:
+        """Close them as soon as no operation in the queue needs them."""
+        with self._changed:
+            needed = {id(operation.sampler) for operation in self._queue}
+            unneeded = [sampler for sampler in self._to_close if id(sampler) not in needed]
+            self._to_close = [sampler for sampler in self._to_close if id(sampler) in needed]
+        close_all(unneeded)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from whitney_loop.local.byte_lm import MODEL, ByteLM
-from whitney_loop.local.engine import Engine, JSONObject
+from whitney_loop.local.byte_lm import ByteLMBackend
+from whitney_loop.local.engine import Backend, JSONObject
 from whitney_loop.local.requests import (
     RUN_KINDS,
     SAMPLER_KINDS,
@@ -59,11 +58,12 @@ class Service:
     """The requests that the HTTP front passes on: JSON bodies in, JSON bodies out, ServiceError for a refusal.
 
     ``key`` is the Idempotency-Key: a second request with the same one returns the session or run of the first.
+    Without a ``backend`` it is the embedded byte-lm that trains. Raises OSError if ``storage`` cannot be written.
     """
 
-    def __init__(self, storage: Path, make_engine: Callable[[int, int], Engine] = ByteLM) -> None:
-        self._storage = Storage(storage, MODEL)
-        self._make_engine = make_engine
+    def __init__(self, storage: Path, backend: Backend | None = None) -> None:
+        self._backend = backend or ByteLMBackend()
+        self._storage = Storage(storage, self._backend.name)
         self._sessions: dict[str, Session] = {}
         self._sessions_by_key: dict[str, Session] = {}
         self._runs: dict[str, Run] = {}
@@ -71,7 +71,7 @@ class Service:
         self._lock = threading.Lock()  # held to make, close and forget sessions and runs
 
     def capabilities(self) -> JSONObject:
-        offer = {"operations": [*RUN_KINDS, *SAMPLER_KINDS], "models": [MODEL]}
+        offer = {"operations": [*RUN_KINDS, *SAMPLER_KINDS], "models": [self._backend.model]}
         return {"providers": dict.fromkeys(LOSS_SUPPORT, offer)}
 
     def create_session(self, body: JSONObject, key: str | None) -> JSONObject:
@@ -101,26 +101,30 @@ class Service:
     def create_run(self, session_id: str, body: JSONObject, key: str | None) -> JSONObject:
         with self._lock:
             session = self._session(session_id)
-            if key in session.runs_by_key:
-                return session.runs_by_key[key].body()
-            if session.status != "open":
-                raise ServiceError(409, "session_not_open", f"session {session_id} is closed; create another one")
-            settings, state_id = run_request(session.provider, body)
-            if len(session.runs) >= _RUNS_PER_SESSION:
-                raise ServiceError(
-                    409, "too_many_runs", f"session {session_id} holds {_RUNS_PER_SESSION} runs; create another one"
-                )
-            if state_id is not None:
-                self._storage.check_state(state_id, settings)
-            engine = self._make_engine(settings.rank, settings.seed)
-            if state_id is not None:
-                self._storage.load_state(engine, state_id)
-            run = Run(session_id, settings, engine, self._storage)
-            self._runs[run.run_id] = run
-            session.runs.append(run)
-            if key is not None:
-                session.runs_by_key[key] = run
-            return run.body()
+            run = session.runs_by_key.get(key) if key is not None else None
+            if run is None:
+                run = self._new_run(session, body)
+                if key is not None:
+                    session.runs_by_key[key] = run
+        return run.allocated()  # without the lock: an engine may be made for minutes
+
+    def _new_run(self, session: Session, body: JSONObject) -> Run:
+        if session.status != "open":
+            message = f"session {session.session_id} is closed; create another one"
+            raise ServiceError(409, "session_not_open", message)
+        settings = run_request(session.provider, body, self._backend)
+        if len(session.runs) >= _RUNS_PER_SESSION:
+            message = f"session {session.session_id} holds {_RUNS_PER_SESSION} runs; create another one"
+            raise ServiceError(409, "too_many_runs", message)
+        most, active = self._backend.most_runs, sum(not run.ended for run in self._runs.values())
+        if most is not None and active >= most:
+            message = f"{active} runs are active, and {self._backend.name} takes at most {most}; finish or cancel one"
+            raise ServiceError(422, "too_many_runs", message)
+        self._storage.check_state(settings)
+        run = Run(session.session_id, settings, self._backend, self._storage)
+        self._runs[run.run_id] = run
+        session.runs.append(run)
+        return run
 
     def run(self, run_id: str) -> JSONObject:
         return self._run(run_id).body()

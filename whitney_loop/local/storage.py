@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from whitney_loop.local.engine import Engine, JSONObject
+from whitney_loop.local.engine import Engine, EngineError, JSONObject
 from whitney_loop.local.requests import RunSettings, ServiceError, invalid, shown
 
 DEFAULT_STORAGE = ".whitney_local"
@@ -27,7 +27,10 @@ _log = logging.getLogger("whitney_loop.local")
 
 
 class Storage:
-    """The folder of states and adapters of one engine. Raises OSError if it cannot be written."""
+    """The folder of states and adapters of one engine. Raises OSError if it cannot be written.
+
+    Later, a folder that cannot be written is an EngineError ``storage_failed``.
+    """
 
     def __init__(self, folder: Path, engine_name: str) -> None:
         self._states, self._adapters = folder.absolute() / "states", folder.absolute() / "adapters"
@@ -44,15 +47,18 @@ class Storage:
             (folder / "origin.json").write_text(json.dumps(self._origin(settings)), encoding="utf-8")
         return {"state_id": state_id, "step": step}
 
-    def check_state(self, state_id: str, settings: RunSettings) -> None:
-        """Raise ServiceError unless there is such a state, of the engine, model and rank that a run asks for."""
+    def check_state(self, settings: RunSettings) -> None:
+        """Raise ServiceError unless the state to resume from exists, and is of the run's engine, model and rank."""
+        state_id = settings.resume_from
+        if state_id is None:
+            return
         if not _STATE_ID.fullmatch(state_id) or not (self._states / state_id).is_dir():
             raise ServiceError(404, "not_found", f"resume_from: there is no state {shown(state_id)} in this storage")
         try:
             saved = json.loads((self._states / state_id / "origin.json").read_text(encoding="utf-8"))
             engine_name = saved["engine"]
         except (ValueError, LookupError, TypeError, OSError) as error:
-            raise _damaged(state_id, error) from error
+            raise invalid(f"resume_from: {_damaged(state_id, error)}") from error
         if engine_name != self._engine_name:
             raise invalid(
                 f"resume_from: {state_id} was saved by the engine {shown(engine_name)}; "
@@ -61,12 +67,19 @@ class Storage:
         if saved != (asked := self._origin(settings)):
             raise invalid(f"resume_from: {state_id} was saved by a run of {saved}; this one asks for {asked}")
 
-    def load_state(self, engine: Engine, state_id: str) -> None:
-        """Load a state that ``check_state`` has accepted. Raises ServiceError if the engine finds it damaged."""
+    def load_state(self, engine: Engine, settings: RunSettings) -> None:
+        """Load the state that ``check_state`` has accepted, if there is one.
+
+        Raises EngineError ``damaged_state`` if the engine finds it damaged.
+        """
+        if settings.resume_from is None:
+            return
         try:
-            engine.load_state(self._states / state_id / "engine")
+            engine.load_state(self._states / settings.resume_from / "engine")
         except (ValueError, OSError) as error:
-            raise _damaged(state_id, error) from error
+            if isinstance(error, OSError) and _is_of_network(error):
+                raise
+            raise EngineError("damaged_state", _damaged(settings.resume_from, error)) from error
 
     def export_lora(self, engine: Engine, settings: RunSettings) -> JSONObject:
         artifact_id = f"adapter-{secrets.token_hex(8)}"
@@ -82,17 +95,28 @@ class Storage:
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """An empty folder to write into, which gets its name ``path`` at the end. If the block fails, nothing is left."""
+    """An empty folder to write into, which gets its name ``path`` at the end. If the block fails, nothing is left.
+
+    Raises EngineError ``storage_failed`` if a file cannot be written.
+    """
     draft = path.with_name(f".{path.name}")
-    draft.mkdir()
     try:
+        draft.mkdir()
         yield draft
         draft.rename(path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, OSError) and not _is_of_network(error):
+            _log.warning("the storage cannot be written: %s", error)
+            raise EngineError("storage_failed", f"the storage could not be written: {error.strerror}") from error
         raise
 
 
-def _damaged(state_id: str, error: Exception) -> ServiceError:
-    _log.warning("state %s cannot be read: %s", state_id, error)
-    return invalid(f"resume_from: the files of {state_id} are damaged; resume from another state")
+def _is_of_network(error: OSError) -> bool:
+    """Whether an OSError of an engine is of its connection, not of a file. urllib's errors have no number."""
+    return isinstance(error, (ConnectionError, TimeoutError)) or error.errno is None
+
+
+def _damaged(state_id: str, error: Exception) -> str:
+    _log.warning("state %s cannot be read: %s", state_id, error)  # the path may be in it: not for the client
+    return f"the files of {state_id} are damaged; resume from another state"

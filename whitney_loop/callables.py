@@ -1,0 +1,94 @@
+"""MODULE:CALLABLE on a command line: the user's function, or an engine."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def examples_folder() -> Path:
+    """The folder of the example loops, algorithms and data: inside an installed package, or beside it in a clone."""
+    installed = _PACKAGE / "examples"
+    return installed if installed.is_dir() else _PACKAGE.parent / "examples"
+
+
+def algorithms() -> dict[str, str]:
+    """The names of the example algorithms, each with the first line of its file, for a help page."""
+    files = sorted((examples_folder() / "algorithms").glob("[a-z]*.py"))
+    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].strip('"') for file in files}
+
+
+def load_module(spec: str, option: str) -> tuple[ModuleType, str]:
+    """Import MODULE of ``MODULE:CALLABLE``; return it with the name of the callable.
+
+    Search the current folder first, then the usual places, then the examples. ``option`` is the command-line option
+    to name in messages. Raise ValueError if the module cannot be found or imported.
+    """
+    module_name, _, name = spec.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")) or ".py:" in spec:
+        is_path = "/" in module_name or module_name.endswith(".py")
+        meant = f"; did you mean {Path(module_name).name.removesuffix('.py')}:{name or 'CALLABLE'}?" if is_path else ""
+        raise ValueError(f"{option} is {spec!r}, expected MODULE:CALLABLE, MODULE as it is imported{meant}")
+    here, examples = str(Path.cwd()), str(examples_folder())
+    if sys.path[0] != here:
+        sys.path.insert(0, here)
+    if examples not in sys.path:
+        sys.path.append(examples)
+    try:
+        return importlib.import_module(module_name), name
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may also call sys.exit()
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            meant = _did_you_mean(module_name, _module_names())
+            raise ValueError(
+                f"{option}: no module {module_name!r} in the current folder or in examples/{meant}"
+            ) from None
+        kind, trace = type(error).__name__, _users_traceback(error)
+        raise ValueError(f"{option}: importing {module_name!r} raised {kind}: {error}\n{trace}") from None
+
+
+def _users_traceback(error: BaseException) -> str:
+    """The traceback from the user's module on, without the frames that import it."""
+    trace = error.__traceback__
+    while trace is not None and ("importlib" in (file := trace.tb_frame.f_code.co_filename) or file == __file__):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(trace))).rstrip()
+
+
+def _module_names() -> list[str]:
+    """The modules of the current folder and of the examples, by the names under which they are imported."""
+    folders = [(Path.cwd(), ""), (examples_folder(), ""), (examples_folder() / "algorithms", "algorithms.")]
+    return [prefix + file.stem for folder, prefix in folders for file in sorted(folder.glob("*.py"))]
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    similar = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def load_callable(spec: str, option: str) -> Callable[..., Any]:
+    """The callable that ``MODULE:CALLABLE`` names. Raise ValueError, naming ``option``, if there is none."""
+    return callable_of(*load_module(spec, option), option)
+
+
+def callable_of(module: ModuleType, name: str, option: str) -> Callable[..., Any]:
+    """The callable ``name`` of a module. Raise ValueError, naming ``option``, if there is none."""
+    found = getattr(module, name, None)
+    if found is None:
+        file = getattr(module, "__file__", None) or "built in"  # another one than expected, such as Python's own json
+        meant = _did_you_mean(name, vars(module))
+        raise ValueError(f"{option}: module {module.__name__!r} ({file}) has no {name!r}{meant}")
+    if not callable(found):
+        kind = type(found).__name__
+        raise ValueError(f"{option}: {name!r} of {module.__name__!r} is of type {kind}, not callable")
+    function: Callable[..., Any] = found
+    return function
