@@ -3,181 +3,120 @@
     python examples/sft_loop.py --learning-rate 0.1 --epochs 3
 
 A line of ``--data`` is ``{"prompt": …, "completion": …}``, each a list of token ids, or on the embedded service a text
-(its bytes; a completion that is text gets the end token, 256). The loss is ``cross_entropy`` on the completions. Where
-it trains, how it ends and the exit codes are those of ``rl_loop.py``.
+(its bytes; a completion that is text gets the end token, 256). The loss is ``cross_entropy`` on the completions.
+A cycle is one optimizer step. The whole loop is in ``train`` of sft_loop.py.
+
+Exit codes: 0 trained; 1 failed; 2 usage; 130 Ctrl-C; 143 SIGTERM; 129 SIGHUP.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from loop_support import (
-    Payload,
-    Place,
-    Summary,
+if (Path(__file__).resolve().parent.parent / "whitney_loop" / "__init__.py").is_file():  # a clone runs uninstalled
+    sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+from whitney_loop import Datum
+from whitney_loop.callables import examples_folder
+from whitney_loop.loop import (
+    LoopOptions,
+    Training,
     UsageError,
-    add_common_options,
-    checked_optimizer,
+    Work,
+    batch_of_step,
+    evaluation_payloads,
+    fingerprint,
     formatted,
-    is_embedded,
-    open_run,
-    run_loop,
+    mean_loss,
+    option,
+    parse_options,
+    read_examples,
+    run_training,
     say,
-    train_on,
+    steps_in,
     trained_tokens,
 )
-from loop_warnings import Warnings
-from whitney_loop import Datum, LoopContext, check_payload, forward_backward_payload, sft_datum
 
-EXAMPLE_DATA = Path(__file__).with_name("sft_train.jsonl")
-EXAMPLE_EVAL_DATA = Path(__file__).with_name("sft_eval.jsonl")
-END = 256  # the embedded model's end of a text
+COMMAND = "python examples/sft_loop.py"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_options(arguments)
-    try:
-        optimizer = checked_optimizer(options, "batch_size", "epochs")
-        data, eval_data = read_both(options)
-    except UsageError as error:
-        say(f"error: {error}")
-        return 2
-    return run_loop(options, lambda place, summary: train(options, place, summary, data, eval_data, optimizer))
+@dataclass(frozen=True, kw_only=True)
+class Options(LoopOptions):
+    """The options of this loop, beside those of every loop (whitney_loop/loop/options.py)."""
+
+    data: Path | None = option(
+        None,
+        "examples to train on; default on the embedded service: examples/sft_train.jsonl",
+        group="data",
+        metavar="FILE.jsonl",
+    )
+    eval_data: Path | None = option(
+        None, "examples whose loss is printed before and after the training", group="data", metavar="FILE.jsonl"
+    )
+    batch_size: int = option(8, "examples per optimizer step", group="data", at_least=1)
+    epochs: int = option(
+        1,
+        "passes over the data, each in an order of its own; a resumed run counts the passes that it has done",
+        group="data",
+        at_least=1,
+    )
 
 
-def parse_options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fine-tune on prompts and completions.")
-    parser.add_argument("--data", type=Path, metavar="FILE.jsonl", help="to train on (embedded: sft_train.jsonl here)")
-    parser.add_argument("--eval-data", type=Path, metavar="FILE.jsonl", help="its loss is told before and after")
-    parser.add_argument("--batch-size", type=int, default=8, help="examples per optimizer step (default 8)")
-    parser.add_argument("--epochs", type=int, default=1, help="passes over the data, each in its own order (default 1)")
-    add_common_options(parser)
-    return parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:
+    description = (__doc__ or "").replace(COMMAND, prog)
+    return run_training(parse_options(Options, arguments, description, prog), prepare)
 
 
-def read_both(options: argparse.Namespace) -> tuple[list[Datum], list[Datum]]:
-    """The data to train on, and the data to evaluate on, which may be none away from the embedded service."""
-    embedded = is_embedded(options)
-    path = options.data or (EXAMPLE_DATA if embedded else None)
-    eval_path = options.eval_data or (EXAMPLE_EVAL_DATA if embedded and not options.data else None)
+def prepare(options: Options, first_cycle: int) -> Work:
+    """Read and check the data, before anything is created."""
+    path, eval_path = options.data, options.eval_data
+    if path is None and not options.local:
+        raise UsageError("--data is required unless the embedded service is used (--local rehearses)")
     if path is None:
-        raise UsageError("--data is required away from the embedded service (--local rehearses)")
-    return read_data(path, text=embedded), read_data(eval_path, text=embedded) if eval_path else []
+        path, eval_path = examples_folder() / "sft_train.jsonl", eval_path or examples_folder() / "sft_eval.jsonl"
+    data = read_examples(path, "--data", text=options.local)
+    eval_data = read_examples(eval_path, "--eval-data", text=options.local) if eval_path else []
+    end = steps_in(data, options.epochs, options.batch_size)
+    if first_cycle >= end:
+        raise UsageError(f"the state to resume is at step {first_cycle} of {end}: raise --epochs to train on")
+    return Work(
+        cycles=range(first_cycle, end),
+        operations=["forward_backward", "optim_step", *(["forward"] if eval_data else [])],
+        data={"examples": len(data), "data_sha256": fingerprint(data)},
+        train=lambda training: train(training, options, data, eval_data),
+    )
 
 
-def read_data(path: Path, *, text: bool) -> list[Datum]:
-    """One datum per line of a JSONL file; UsageError names the file and the line that is wrong."""
-    try:
-        lines = path.read_bytes().split(b"\n")  # and not splitlines, which knows line ends that may stand in a text
-    except OSError as error:
-        raise UsageError(f"{path}: {error}") from None
-    data = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            example = json.loads(line.decode())
-            if not isinstance(example, dict) or example.keys() != {"prompt", "completion"}:
-                raise ValueError('expected {"prompt": …, "completion": …}')
-            prompt, completion = (token_ids(example[name], name, text=text) for name in ("prompt", "completion"))
-            if not completion:
-                raise ValueError("completion is empty: there is nothing to learn from it")
-            data.append(sft_datum(prompt, completion))
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}:{number}: {error}") from None
+def train(training: Training, options: Options, data: Sequence[Datum], eval_data: Sequence[Datum]) -> None:
+    """Every batch of every epoch: the gradient of the loss, then the optimizer; then a saved state and an adapter."""
+    client, run = training.client, training.run_id
+    evaluate(training, options, eval_data, "before")
+    for cycle in training.cycles():
+        epoch, payload = batch_of_step(data, options.batch_size, training.seed, cycle, options.provider)
+        backward = client.run_operation(run, "forward_backward", payload)
+        training.require_finite(cycle, [payload], [backward])
+        step = client.run_operation(run, "optim_step", {"optimizer": training.optimizer})
+
+        shown = {"cycle": cycle, "epoch": epoch, "loss/token": mean_loss([payload], [backward])}
+        training.record_step(shown, step, trained_tokens(payload))
+        if training.saves_after(cycle):
+            training.saved(client.run_operation(run, "save_state", {}), next_cycle=cycle + 1)
+    evaluate(training, options, eval_data, "after")
+    training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.end)
+    training.exported(client.run_operation(run, "export_lora", {}))
+
+
+def evaluate(training: Training, options: Options, data: Sequence[Datum], when: str) -> None:
+    """Print, and keep in the summary, the loss per token on data that is not trained on, if there are any."""
     if not data:
-        raise UsageError(f"{path}: no examples in it")
-    return data
-
-
-def token_ids(value: Any, name: str, *, text: bool) -> list[int]:
-    if not isinstance(value, (str, list)):
-        raise ValueError(f"{name} is a {type(value).__name__}, expected text or a list of token ids")
-    if isinstance(value, list):
-        return value
-    if not text:
-        raise ValueError(f"{name} is text, which only the embedded service's model reads; give token ids")
-    return [*value.encode(), *([END] if name == "completion" else [])]
-
-
-def train(
-    options: argparse.Namespace,
-    place: Place,
-    summary: Summary,
-    data: list[Datum],
-    eval_data: list[Datum],
-    optimizer: Payload,
-) -> int:
-    summary |= {"steps": 0, "tokens_trained": 0, "eval_loss_before": None, "eval_loss_after": None}
-    Warnings(summary).learning_rate(options.learning_rate, embedded=place.embedded)
-    needed = ["forward_backward", "optim_step", *(["forward"] if eval_data else [])]
-    with open_run(options, place, summary, needed) as ctx:
-        summary["eval_loss_before"] = evaluate(ctx, eval_data, options.batch_size, "before")
-        train_epochs(ctx, data, options, optimizer, summary)
-        summary["eval_loss_after"] = evaluate(ctx, eval_data, options.batch_size, "after")
-    return 0
-
-
-def train_epochs(
-    ctx: LoopContext, data: list[Datum], options: argparse.Namespace, optimizer: Payload, summary: Summary
-) -> None:
-    for epoch, payload in batches(data, options.epochs, options.batch_size, options.seed):
-        started = time.monotonic()
-        check_payload(payload, ctx.provider)
-        backward = train_on(ctx, payload, optimizer, summary)
-        line = {"step": summary["steps"], "epoch": epoch, "loss/token": mean_loss([backward], [payload])}
-        summary["steps"] += 1
-        say(f"{formatted(line)}  tokens {trained_tokens(payload)}  {time.monotonic() - started:.2f} s")
-
-
-def batches(data: list[Datum], epochs: int, batch_size: int, seed: int | None) -> Iterator[tuple[int, Payload]]:
-    """(epoch, payload) for every optimizer step; each epoch has all data, in an order that ``seed`` decides."""
-    for epoch in range(epochs):
-        order = random.Random(f"{seed}:{epoch}").sample(data, len(data))
-        for start in range(0, len(order), batch_size):
-            yield epoch, forward_backward_payload(order[start : start + batch_size], "cross_entropy")
-
-
-def evaluate(ctx: LoopContext, data: list[Datum], batch_size: int, when: str) -> float | None:
-    """The loss per token on data that is not trained on; None where there is none."""
-    if not data:
-        return None
-    slices = [data[start : start + batch_size] for start in range(0, len(data), batch_size)]
-    payloads = [forward_backward_payload(some, "cross_entropy") for some in slices]
-    for payload in payloads:
-        check_payload(payload, ctx.provider, kind="forward")
-    loss = mean_loss([ctx.client.run_operation(ctx.run_id, "forward", payload) for payload in payloads], payloads)
+        return
+    payloads = list(evaluation_payloads(data, options.batch_size, options.provider))
+    results = [training.client.run_operation(training.run_id, "forward", payload) for payload in payloads]
+    loss = training.summary.results[f"eval_loss_{when}"] = mean_loss(payloads, results)
     say(f"evaluation {when} training: {formatted({'loss/token': loss})}")
-    return loss
-
-
-def mean_loss(results: list[dict[str, Any]], payloads: list[Payload]) -> float | None:
-    """Mean of −logprob over the tokens that count, from the outputs: it does not depend on how a provider reduces.
-
-    None where a provider gives no outputs of that form.
-    """
-    total = 0.0
-    for result, payload in zip(results, payloads, strict=True):
-        outputs = result.get("outputs")
-        if not isinstance(outputs, list) or len(outputs) != len(payload["data"]):
-            return None
-        for output, datum in zip(outputs, payload["data"], strict=True):
-            weights = datum["loss_inputs"]["weights"]["values"]
-            logprobs = output.get("logprobs") if isinstance(output, dict) else None
-            if not isinstance(logprobs, list) or len(logprobs) != len(weights):
-                return None
-            for weight, logprob in zip(weights, logprobs, strict=True):
-                if weight and not isinstance(logprob, (int, float)):
-                    return None
-                total -= weight * logprob if weight else 0.0
-    return total / sum(map(trained_tokens, payloads))
 
 
 if __name__ == "__main__":

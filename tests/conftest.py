@@ -10,9 +10,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from loop_in_process import everything, executed, loop  # noqa: F401 - fixtures of several files
+from loop_in_process import (  # noqa: F401 - fixtures of several files
+    all_sessions,
+    executed_operations,
+    interrupt_at,
+    loop,
+    service,
+    user_module,
+)
+from loop_runs import remote, run_loop  # noqa: F401
 from scripted_client import gives_up_at_once, pauses  # noqa: F401
 from tls import authority  # noqa: F401
+from whitney_loop import errors
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,3 +39,9 @@ def no_whitney_environment() -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("WHITNEY_")]:
             patch.delenv(name)
         yield
+
+
+@pytest.fixture(autouse=True)
+def keys_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget a test's keys after it: every embedded service has its own, and every answer is searched for all."""
+    monkeypatch.setattr(errors, "_secrets", list(errors._secrets))

@@ -6,15 +6,16 @@ waits for one before it submits the next never gets an answer here, until ``GIVE
 
 import json
 import threading
-import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from between import Between
 
 GIVES_UP_S = 20.0  # a test that goes wrong ends; one that goes right never waits for it
 
 
-class Gate:
+class Gate(Between):
     def __init__(self, service, together):
-        self.service, self.together = service, together
+        super().__init__(service)
+        self.together = together
         self.most_in_flight = 0
         self.opened_in_time = True
         self.sampled = []  # payloads of sample, in their order
@@ -22,61 +23,23 @@ class Gate:
         self._in_flight: set[str] = set()
         self._open: set[str] = set()  # those that may end
         self._changed = threading.Condition()
-        gate = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
-            def do_GET(self):
-                gate.hold(self.path)
-                self._pass_on(None)
-
-            def do_POST(self):
-                self._pass_on(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-
-            def _pass_on(self, body):
-                headers = {name: self.headers[name] for name in ("Authorization", "Idempotency-Key", "Content-Type")
-                           if name in self.headers}  # fmt: skip
-                asked = urllib.request.Request(service.base_url + self.path, body, headers, method=self.command)
-                with urllib.request.urlopen(asked) as answer:
-                    status, content = answer.status, answer.read()
-                if body and self.path.endswith("/operations"):
-                    gate.accepted(json.loads(body), content, at_sampler="/samplers/" in self.path)
-                    content = json.dumps(json.loads(content) | {"status": "queued", "result": None}).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self.api_key = service.api_key
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def accepted(self, sent, content, *, at_sampler):
+    def after(self, path, body, answer):
+        if not body or not path.endswith("/operations"):
+            return answer
+        sent = json.loads(body)
         with self._changed:
             self.kinds.append(sent["kind"])
-            if at_sampler:
+            if "/samplers/" in path:
                 self.sampled.append(sent["payload"])
-                self._in_flight.add(json.loads(content)["operation_id"])
+                self._in_flight.add(answer["operation_id"])
                 self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
                 if len(self._in_flight) >= self.together:
                     self._open |= self._in_flight
                 self._changed.notify_all()
+        return answer | {"status": "queued", "result": None}
 
-    def hold(self, path):
+    def before(self, path):
         operation_id = path.partition("?")[0].rpartition("/")[2]
         with self._changed:
             if operation_id in self._in_flight:

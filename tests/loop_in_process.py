@@ -10,27 +10,23 @@ from pathlib import Path
 import pytest
 
 from whitney_loop import WhitneyClient
+from whitney_loop.local import serve
 from whitney_loop.local.run import Run
 from whitney_loop.local.service import Service
+from whitney_loop.loop import place
+from whitney_loop.loop.signals import ENDING_SIGNALS
+from whitney_loop.transport import Transport
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-# The reward hangs on every token, on the cycle and on the place: no group is uniform, so every cycle makes a step.
+# The reward depends on every token, on the cycle and on the place: no group is uniform, so every cycle makes a step.
 NEVER_SATURATES = """
-import shutil, signal, zlib
+import shutil, zlib
 from whitney_loop import forward_backward_payload, group_mean_advantages, lora_run, rl_datum
 
 def opens_a_second_run(sample, cycle, request, ctx):
     if cycle == 0:
         ctx.resources.enter_context(lora_run(ctx.client, ctx.session_id, model=ctx.model, rank=1))
-    return build_loss(sample, cycle, request, ctx)
-
-class Falls:
-    def __del__(self):
-        signal.raise_signal(signal.SIGTERM)
-
-def is_interrupted_in_a_finalizer(sample, cycle, request, ctx):
-    ctx.state["falls"] = Falls() if cycle == 0 else None
     return build_loss(sample, cycle, request, ctx)
 
 def fails(sample, cycle, request, ctx):
@@ -43,7 +39,7 @@ def copies_the_journal(sample, cycle, request, ctx):
 def build_loss(sample, cycle, request, ctx):
     sequences = sample["sequences"]
     rewards = [
-        2 * (zlib.crc32(bytes(token % 256 for token in s["tokens"]) + bytes([cycle])) % 97) + place
+        2 * (zlib.crc32(bytes(token % 256 for token in s["tokens"]) + bytes([cycle % 256])) % 97) + place
         for place, s in enumerate(sequences)
     ]
     data = [
@@ -56,41 +52,62 @@ SAMPLE = {"prompt": {"token_ids": [97]}, "num_samples": 2, "sampling_params": {"
 
 
 @pytest.fixture
-def loop(tmp_path, monkeypatch, capsys):
-    """``loop(service, base_url, cycles, *options)``: the loop in this process, with pauses that take no time."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.chdir(tmp_path)
-    import loop_support
-    import rl_loop
-
-    (tmp_path / "never_saturates.py").write_text(NEVER_SATURATES)
+def user_module(tmp_path):
+    """``user_module(text)``: add functions to the module ``never_saturates`` of the current folder."""
+    path = tmp_path / "never_saturates.py"
+    path.write_text(NEVER_SATURATES)
     (tmp_path / "sample.json").write_text(json.dumps(SAMPLE))
-    at_once = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: at_once(min(seconds, 0.001)))
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # what the loop changes for good ends with the test
-    handlers = {number: signal.getsignal(number) for number in loop_support.ENDING_SIGNALS}
 
-    def run(service, base_url, cycles, *more, build_loss="never_saturates:build_loss", **seconds):
-        # 0.2 s: what a stall costs. Longer than any honest answer takes here; where it is not, it is one fault more.
-        seconds = {"exchange_timeout_s": 0.2, "submit_timeout_s": 30.0} | seconds
-        monkeypatch.setattr(loop_support, "WhitneyClient", functools.partial(WhitneyClient, **seconds))
-        monkeypatch.setenv("WHITNEY_API_KEY", service.api_key)
-        arguments = ["--build-loss", build_loss, "--model", "byte-lm", "--base-url", base_url]
-        arguments += ["--sample-json", "sample.json", "--lora-rank", "1", "--learning-rate", "0.1", "--seed", "5"]
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        code = rl_loop.main([*arguments, "--cycles", str(cycles), *more])
-        out, err = capsys.readouterr()
-        return code, json.loads(out) if out else None, err
+    def add(text):
+        with path.open("a") as module:
+            module.write(text)
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    yield add
     sys.modules.pop("never_saturates", None)
 
 
 @pytest.fixture
-def executed(monkeypatch):
+def loop(user_module, tmp_path, monkeypatch, capsys):
+    """``loop(service, base_url, cycles, *options)``: (exit code, summary or None, stderr) of a loop in this process."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    import rl_loop
+
+    at_once = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: at_once(min(seconds, 0.001)))
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+
+    def restore_handlers():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    def run(service, base_url, cycles, *more, build_loss="never_saturates:build_loss", **seconds):
+        # 0.2 s: what a stall costs. Any honest answer here is faster; one that is not counts as one more fault.
+        seconds = {"exchange_timeout_s": 0.2, "submit_timeout_s": 30.0} | seconds
+        monkeypatch.setattr(place, "WhitneyClient", functools.partial(WhitneyClient, **seconds))
+        monkeypatch.setenv("WHITNEY_API_KEY", service.api_key)
+        arguments = ["--build-loss", build_loss, "--model", "byte-lm", "--base-url", base_url]
+        arguments += ["--sample-json", "sample.json", "--lora-rank", "1", "--learning-rate", "0.1", "--seed", "5"]
+        sys.modules.pop("never_saturates", None)  # it may have been added to since the last loop
+        try:
+            code = rl_loop.main([*arguments, "--cycles", str(cycles), *more])
+        finally:
+            restore_handlers()
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    return run
+
+
+@pytest.fixture
+def service(all_sessions, tmp_path):
+    """The embedded service, as a deployment elsewhere that the loop is given the URL of."""
+    with serve(tmp_path / "storage") as running:
+        yield running
+
+
+@pytest.fixture
+def executed_operations(monkeypatch):
     """The service's own record: (run, seq_id) of everything that its engine was made to do, in that order."""
     record = []
     execute = Run._execute
@@ -103,19 +120,8 @@ def executed(monkeypatch):
     return record
 
 
-def adapter_of(summary):
-    return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
-
-
-def left_open(sessions):
-    """The ids of what is open among the sessions and their runs."""
-    return [s["session_id"] for s in sessions if s["status"] != "closed"] + [
-        run["run_id"] for s in sessions for run in s["runs"] if run["status"] not in ("finished", "cancelled", "failed")
-    ]
-
-
 @pytest.fixture
-def everything(monkeypatch):
+def all_sessions(monkeypatch):
     """Called, it gives every session that any embedded service made, as it is then."""
     services = []
     begin = Service.__init__
@@ -127,3 +133,46 @@ def everything(monkeypatch):
     monkeypatch.setattr(Service, "__init__", noted)
 
     return lambda: [session.body() for service in services for session in list(service._sessions.values())]
+
+
+@pytest.fixture
+def interrupt_at(monkeypatch):
+    """``interrupt_at({n: act})``: call ``act`` at the n-th point; each exchange has one before and one after it.
+
+    Returns a list that grows by one with every point.
+    """
+    acts, seen = {}, []
+    exchange = Transport.exchange
+
+    def point():
+        seen.append(None)
+        if len(seen) in acts:
+            acts[len(seen)]()
+
+    def exchanged(transport, *arguments, **options):
+        point()
+        try:
+            return exchange(transport, *arguments, **options)
+        finally:
+            point()
+
+    monkeypatch.setattr(Transport, "exchange", exchanged)
+
+    def arrange(new_acts):
+        acts.clear()
+        seen.clear()
+        acts.update(new_acts)
+        return seen
+
+    return arrange
+
+
+def adapter_of(summary):
+    return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
+
+
+def left_open(sessions):
+    """The ids of what is open among the sessions and their runs."""
+    return [s["session_id"] for s in sessions if s["status"] != "closed"] + [
+        run["run_id"] for s in sessions for run in s["runs"] if run["status"] not in ("finished", "cancelled", "failed")
+    ]

@@ -1,40 +1,31 @@
-"""A loop as its users run it: a process, and what it printed."""
+"""A loop in a process of its own, as its users start it: for the tests that send it signals."""
 
-import json
+import contextlib
 import os
 import subprocess
 import sys
-from pathlib import Path
+import threading
 
-ROOT = Path(__file__).parents[1]
-LOOP = ROOT / "examples" / "rl_loop.py"
-GRPO = "grpo_build_loss:build_loss"
+from loop_runs import EXAMPLES
+
+GIVES_UP_S = 60.0  # a test that goes wrong ends; one that goes right never waits for it
 
 
 def environment(**variables):
     return {name: value for name, value in os.environ.items() if not name.startswith("WHITNEY_")} | variables
 
 
-def elsewhere(service):
-    """The environment of someone who trains away from the embedded service of the loop."""
-    return environment(WHITNEY_BASE_URL=service.base_url, WHITNEY_API_KEY=service.api_key)
-
-
-REMOTE = ["--model", "byte-lm", "--sample-json", str(ROOT / "examples" / "sample.json"), "--lora-rank", "4"]
-
-
-def loop(folder, *arguments, env=None):
-    command = [sys.executable, str(LOOP), *map(str, arguments)]
-    env = environment() if env is None else env
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
-
-
-def summary_of(done):
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1, done.stdout + done.stderr
-    return json.loads(lines[0])
-
-
-def adapter_of(summary):
-    """The bytes of the adapter that a loop on the embedded service left behind."""
-    return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
+@contextlib.contextmanager
+def start_loop(folder, script, *arguments, **variables):
+    """A loop of examples/ as a process that runs while the block goes on; it is killed if that takes too long."""
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment(**variables), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    killer = threading.Timer(GIVES_UP_S, process.kill)
+    killer.start()
+    try:
+        with process:
+            yield process
+    finally:
+        killer.cancel()

@@ -108,7 +108,7 @@ SEQUENCE = {"tokens": [1, 2], "logprobs": [-0.1, -0.2], "stop_reason": "stop"}
         ({"sequences": [SEQUENCE | {"tokens": ["1", "2"]}]}, r"sequences\[0\].tokens is .*token ids"),
         ({"sequences": [SEQUENCE | {"tokens": None}]}, r"sequences\[0\].tokens is None"),
         ({"sequences": [SEQUENCE | {"logprobs": None}]}, r"sequences\[0\].logprobs is None"),
-        ({"sequences": [SEQUENCE | {"logprobs": [-0.1, None]}]}, r"sequences\[0\].logprobs is \[-0.1, None\]"),
+        ({"sequences": [SEQUENCE | {"logprobs": [-0.1, None]}]}, r"sequences\[0\].logprobs\[1\] is None"),
         (
             {"sequences": [SEQUENCE | {"logprobs": [-0.1]}]},
             r"logprobs is \[-0.1\], expected 2 .*, not 1",

@@ -62,7 +62,16 @@ def test_a_port_where_nothing_listens_is_reported_as_not_sent(pauses):
     assert caught.value.outcome == "not_sent"
 
 
-@pytest.mark.parametrize("proxy", ["http:/x", "http://user:pw@host:port", "socks5://127.0.0.1:1080", "http://"])
+UNUSABLE_PROXIES = [
+    "http:/x",
+    "http://user:pw@host:port",
+    "socks5://127.0.0.1:1080",
+    "http://",
+    "https://user:pw@host:1",
+]
+
+
+@pytest.mark.parametrize("proxy", UNUSABLE_PROXIES)
 def test_a_proxy_that_cannot_be_used_is_refused_at_once_without_showing_it(proxy, monkeypatch):
     monkeypatch.setenv("https_proxy", proxy)
     with pytest.raises(ConfigurationError, match="https_proxy") as caught:

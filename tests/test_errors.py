@@ -57,7 +57,7 @@ def test_errors_can_be_pickled():
 
 
 def test_strings_of_an_answer_are_redacted_and_numbers_are_not(monkeypatch):
-    monkeypatch.setattr(errors, "_secrets", {"33333333"})
+    monkeypatch.setattr(errors, "_secrets", ["33333333"])
     answer = {
         "note": "a 33333333 b",
         "third": 0.33333333333,

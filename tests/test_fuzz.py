@@ -1,11 +1,13 @@
-"""Ten thousand mutations of what a user gives and of what a service answers: success, or an error that names the place.
+"""Mutations of what a user gives and of what a service answers: success, or an error that names the place.
 
-Seeded; the number in a failure's message gives the same mutation again.
+Seeded; the number in a failure's message gives the same mutation again. FUZZ_TIMES=4 in the environment makes ten
+thousand of them.
 """
 
 import copy
 import json
 import math
+import os
 import random
 import re
 import threading
@@ -49,8 +51,9 @@ from whitney_loop import (
 from whitney_loop.local import serve
 from whitney_loop.payloads import check_logprobs_request, check_optimizer_payload, check_sample_request
 
-PAYLOAD_MUTATIONS, REQUEST_MUTATIONS, HELPER_MUTATIONS = 4000, 2000, 2000
-SERVED_MUTATIONS, RESPONSE_MUTATIONS = 1000, 1000  # ten thousand in all
+TIMES = int(os.environ.get("FUZZ_TIMES", "1"))
+PAYLOAD_MUTATIONS, REQUEST_MUTATIONS, HELPER_MUTATIONS = 1000 * TIMES, 500 * TIMES, 500 * TIMES
+SERVED_MUTATIONS, RESPONSE_MUTATIONS = 250 * TIMES, 250 * TIMES
 
 DEEP = json.loads("[" * 300 + "]" * 300)
 JUNK = [

@@ -1,33 +1,32 @@
 """Nothing is left open, however the block ends; the embedded service is asked afterwards."""
 
+import gc
+import io
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from scripted_server import ScriptedServer, refusal, reply, run, stall
+from loop_in_process import left_open
+from scripted_server import ScriptedServer, drop, operation, refusal, reply, run, stall
 from whitney_loop import (
     OperationFailed,
     OperationTimeout,
     RequestRejected,
     ServiceUnavailable,
     WhitneyClient,
+    lifecycle,
     lora_run,
     training_session,
 )
 from whitney_loop.__main__ import main
 from whitney_loop.lifecycle import close_everything
-from whitney_loop.local import serve
-
-
-@pytest.fixture
-def service(tmp_path):
-    with serve(tmp_path) as running:
-        yield running
 
 
 @pytest.fixture
@@ -135,6 +134,18 @@ def test_a_run_whose_creation_got_no_answer_is_found_by_its_key_and_cancelled():
     assert cancel.path == "/v1/training/runs/run-1/cancel" and poll.path == "/v1/training/runs/run-1"
 
 
+def test_a_second_interrupt_that_comes_before_the_clean_up_shortens_it_too(monkeypatch):
+    monkeypatch.setattr(lifecycle, "_LAST_TRY_S", 0.1)
+    script = [reply({"session_id": "ses-1"}), stall, stall]
+    with ScriptedServer(*script) as server, pytest.raises(KeyboardInterrupt):
+        with training_session(WhitneyClient(server.base_url), provider="modal"):
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise KeyboardInterrupt
+    assert [request.path.rpartition("/")[2] for request in server.requests] == ["sessions", "close"]  # asked once
+
+
 def test_a_run_that_the_block_cancelled_may_still_be_ending():
     script = [
         reply({"run_id": "run-1"}), run("cancelling"), refusal(409, "run_not_active"),
@@ -194,7 +205,7 @@ def test_a_session_that_does_not_become_closed_is_said_to_be_open_with_the_comma
     assert caught.value.outcome == "unknown" and client.closed_sessions == set()
 
 
-def test_the_close_command_fails_where_the_session_does_not_become_closed(hours, capsys):
+def test_the_close_command_fails_if_the_session_does_not_become_closed(hours, capsys):
     with ScriptedServer(*STILL_OPEN) as server:
         assert main(["close", "ses-1", "--base-url", server.base_url]) == 1
     shown = capsys.readouterr()
@@ -217,6 +228,139 @@ def test_an_interrupt_during_clean_up_stops_the_waiting_and_tries_the_close_once
     assert "may still be open: run run-1" in error and "KeyboardInterrupt" in error
 
 
+# However it ends
+
+
+class Unforeseen(Exception):
+    """An error that nobody foresaw."""
+
+
+def use(client, error=None):
+    with training_session(client, provider="modal") as session_id:
+        with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
+            client.run_operation(run_id, "save_weights_for_sampler", {})
+            if error:
+                raise error
+
+
+def raise_unforeseen():
+    raise Unforeseen
+
+
+def send_interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def count_points(client, interrupt_at):
+    seen = interrupt_at({})
+    use(client)
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    ("error", "act"), [(None, raise_unforeseen), (None, send_interrupt), (ZeroDivisionError(), send_interrupt)]
+)
+def test_an_end_before_or_after_any_exchange_leaves_nothing_open(client, interrupt_at, all_sessions, act, error):
+    for n in range(1, count_points(client, interrupt_at) + 1):
+        interrupt_at({n: act})
+        with pytest.raises((Unforeseen, KeyboardInterrupt, ZeroDivisionError)):
+            use(client, error)
+        assert left_open(all_sessions()) == [], n
+
+
+def test_of_two_ends_at_any_two_exchanges_the_first_is_seen_and_nothing_is_left_open(
+    client, interrupt_at, all_sessions
+):
+    for first in range(1, count_points(client, interrupt_at) + 1):
+        for second in range(first + 1, first + 8, 2):
+            interrupt_at({first: raise_unforeseen, second: send_interrupt})
+            with pytest.raises(Unforeseen):
+                use(client)
+            assert left_open(all_sessions()) == [], (first, second)
+
+
+# Python itself leaves a socket to the garbage collection if the signal comes while it connects.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("signals", [30, pytest.param(200, marks=pytest.mark.long)])
+def test_a_signal_at_a_random_moment_leaves_nothing_open(client, all_sessions, signals):
+    chance, interrupted = random.Random(signals), 0
+    main = threading.main_thread().ident
+
+    def interrupt(delay_s):
+        threading.Event().wait(delay_s)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    for number in range(signals):
+        sender = threading.Thread(target=interrupt, args=(chance.uniform(0, 0.04),))
+        try:
+            sender.start()
+            use(client)
+            sender.join()
+            threading.Event().wait(10)  # the signal ends this
+        except KeyboardInterrupt:
+            interrupted += 1
+        sender.join()
+        gc.collect()  # a manager that was interrupted while it was entered cleans up when it is freed
+        assert left_open(all_sessions()) == [], number
+    assert interrupted == signals
+
+
+# Logging that fails
+
+
+class RaisingHandler(logging.Handler):
+    def emit(self, record):
+        raise RuntimeError("this handler fails")
+
+
+def fails(*arguments, **options):
+    raise RuntimeError("this part of logging fails")
+
+
+@pytest.fixture(params=["handler", "filter", "record factory", "closed stderr"])
+def logging_that_fails(request, monkeypatch):
+    """The logging set-up of a user, in which every line raises."""
+    root, logger = logging.getLogger(), logging.getLogger("whitney_loop")
+    handler = RaisingHandler()
+    if request.param == "filter":
+        handler = logging.NullHandler()
+        monkeypatch.setattr(logger, "filters", [lambda record: record.no_such_attribute])
+    if request.param == "record factory":
+        monkeypatch.setattr(logging, "_logRecordFactory", fails)
+    if request.param == "closed stderr":
+        closed = io.StringIO()
+        closed.close()
+        monkeypatch.setattr(sys, "stderr", closed)
+        handler = logging.StreamHandler(closed)
+    monkeypatch.setattr(root, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()  # of the levels that were asked for before
+    with pytest.raises((RuntimeError, AttributeError, ValueError)):
+        logger.error("it does raise")
+
+
+def test_what_logging_raises_neither_stops_a_clean_up_nor_hides_the_error(logging_that_fails, client, all_sessions):
+    with pytest.raises(ZeroDivisionError):
+        use(client, ZeroDivisionError())
+    assert len(all_sessions()) == 1 and left_open(all_sessions()) == []
+
+
+def test_what_logging_raises_does_not_hide_the_error_if_the_clean_up_fails(logging_that_fails):
+    script = [reply({"session_id": "ses-1"}), refusal(400, "no_close")]
+    with ScriptedServer(*script) as server, pytest.raises(ZeroDivisionError):
+        with training_session(WhitneyClient(server.base_url), provider="modal"):
+            _ = 1 / 0
+
+
+def test_what_logging_raises_ends_no_retry(logging_that_fails, pauses):
+    with ScriptedServer(run(), drop, operation()) as server:
+        assert WhitneyClient(server.base_url).run_operation("run-1", "optim_step", {}) == {"answer": 42}
+    assert len(pauses) == 1
+
+
+# The command
+
+
 def test_the_close_command_cancels_what_runs_and_closes(service, client):
     session_id = client.create_session("modal")
     run_id = client.create_lora_run(session_id, model="byte-lm", rank=2)
@@ -232,8 +376,8 @@ def test_the_close_command_cancels_what_runs_and_closes(service, client):
 
 
 @pytest.mark.parametrize("session_id", ["\udcff\udcfe", "", "ses-1\x1b[2J", "s" * 301])
-def test_the_close_command_refuses_what_is_no_id_in_one_line(session_id):
+def test_the_close_command_rejects_an_invalid_session_id_with_a_one_line_error(session_id):
     command = [sys.executable, "-m", "whitney_loop", "close", session_id, "--base-url", "http://127.0.0.1:1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: SESSION_ID is no id") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: SESSION_ID is not a valid session id") and done.stderr.count("\n") == 1

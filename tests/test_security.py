@@ -303,7 +303,7 @@ def test_no_output_and_no_journal_of_the_loop_holds_a_key_that_the_service_echoe
         api_key = KEY
 
     with ScriptedServer(*script) as server:
-        code, summary, err = loop(Keyed, server.base_url, 1, "--journal", "journal.json", submit_timeout_s=0.05)
+        code, summary, err = loop(Keyed, server.base_url, 1, "--journal", "journal.json", submit_timeout_s=0.5)
     assert code == 1 and summary["session_id"] == "ses-[key]"
     assert "may still be open: run run-[key]" in err
     text = err + json.dumps(summary) + (tmp_path / "journal.json").read_text()
@@ -353,7 +353,7 @@ def test_keys_are_compared_in_constant_time(tmp_path, monkeypatch):
     assert [given for given, _ in compared] == [b"wrong", service.api_key[:-1].encode(), service.api_key.encode()]
 
 
-def test_many_clients_leave_no_thread_behind(tmp_path, everything):
+def test_many_clients_leave_no_thread_behind(tmp_path, all_sessions):
     with serve(tmp_path) as service:
         client = WhitneyClient(service.base_url, service.api_key)
         client.capabilities()
@@ -364,4 +364,4 @@ def test_many_clients_leave_no_thread_behind(tmp_path, everything):
         while threading.active_count() > before and time.monotonic() < deadline:
             threading.Event().wait(0.01)
         assert threading.active_count() <= before
-        assert left_open(everything()) == []
+        assert left_open(all_sessions()) == []

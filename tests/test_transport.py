@@ -2,12 +2,14 @@
 
 import contextlib
 import email.utils
+import gzip
 import json
 import logging
 import time
 
 import pytest
 
+import whitney_loop
 from scripted_client import KEY, client_of, step
 from scripted_server import ScriptedServer, drop, operation, refusal, reply, reset_after, run
 from tls import ConnectProxy, TLSServer, needs_openssl
@@ -142,6 +144,24 @@ def test_no_answer_below_300_is_a_refusal(answered, gives_up_at_once):
     with ScriptedServer(run(), reply("", answered)) as server, pytest.raises(WhitneyError) as caught:
         step(client_of(server))
     assert caught.value.outcome == "unknown" and caught.value.status == answered
+
+
+def test_a_body_in_an_encoding_that_was_not_asked_for_is_named():
+    packed = reply(gzip.compress(b"{}"), headers=["Content-Encoding: gzip"])
+    with ScriptedServer(packed) as server, pytest.raises(UnexpectedResponse, match="encoded as gzip, which was not"):
+        client_of(server).capabilities()
+
+
+def test_a_base_url_with_the_beginning_of_the_paths_in_it_is_told_when_nothing_is_found():
+    with ScriptedServer(refusal(404, "not_found")) as server, pytest.raises(RequestRejected) as caught:
+        WhitneyClient(f"{server.base_url}/v1", KEY).capabilities()
+    assert f"at {server.base_url}/v1/v1/training/capabilities: give the base URL without /v1" in str(caught.value)
+
+
+def test_each_request_names_this_client_and_its_version():
+    with ScriptedServer(reply({})) as server:
+        client_of(server).capabilities()
+    assert server.requests[0].headers["user-agent"] == f"whitney-loop/{whitney_loop.__version__}"
 
 
 def test_a_page_in_place_of_the_api_is_reported_at_once_with_its_first_bytes():

@@ -52,8 +52,7 @@ from whitney_loop.payloads import (
     logprobs_request,
     sample_request,
 )
-
-__version__ = "0.1.0"
+from whitney_loop.version import __version__ as __version__
 
 __all__ = [
     "LOSS_CONFIG_KEYS",

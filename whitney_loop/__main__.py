@@ -1,26 +1,101 @@
-"""``python -m whitney_loop close SESSION_ID``: cancel what runs in a session, and close it."""
+"""``whitney-loop COMMAND``, or ``python -m whitney_loop COMMAND``: train, rehearse, plot and clean up.
+
+Each command reads its own arguments, and imports what it needs only when it is run.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
+import io
 import sys
+from collections.abc import Callable, Sequence
 
+import whitney_loop
+from whitney_loop.callables import examples_folder
 from whitney_loop.client import WhitneyClient, is_id
 from whitney_loop.errors import WhitneyError, redacted
 from whitney_loop.lifecycle import close_everything
 
+DESCRIPTION = """Train by Whitney's API; without a base URL, rehearse on an embedded service, where nothing is billed.
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m whitney_loop", description="Clean up on a Whitney service.")
-    close = parser.add_subparsers(dest="command", required=True).add_parser(
-        "close", help="cancel what runs in a session, wait for it to end, and close the session"
+    {prog} train --build-loss grpo_build_loss:build_loss --cycles 40 --learning-rate 0.1
+
+commands:
+  train    reinforcement learning: you write one function, which turns samples into what to train on
+  sft      supervised fine-tuning on prompts and completions
+  distill  on-policy distillation from a frozen teacher
+  plot     draw what --metrics wrote as one HTML page
+  serve    run the embedded service alone, for any client
+  close    cancel what runs in a session, and close it
+
+`{prog} COMMAND --help` explains a command, its options and its exit codes."""
+
+CLOSE_DESCRIPTION = """Cancel what runs in a session, wait until it has ended, and close the session.
+
+    {prog} ses-0123456789abcdef --base-url https://YOUR-WHITNEY-HOST
+
+A loop prints the id of its session whenever it may still be open. The API key comes from WHITNEY_API_KEY.
+
+Exit codes: 0 closed; 1 the service refused, or did not answer; 2 usage; 130 Ctrl-C."""
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "whitney-loop") -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not take every character
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} COMMAND [OPTIONS]",
+        description=DESCRIPTION.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    close.add_argument("session_id", metavar="SESSION_ID")
-    close.add_argument("--base-url", help="default: WHITNEY_BASE_URL; the key always comes from WHITNEY_API_KEY")
-    close.add_argument("--ca-file", metavar="FILE", help="certificates (PEM) to trust in place of the system's")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"whitney-loop {whitney_loop.__version__}")
+    command = parser.parse_args(arguments[:1] or ["--help"]).command
+    return COMMANDS[command](arguments[1:], f"{prog} {command}")
+
+
+def run_loop(file: str, arguments: Sequence[str], prog: str) -> int:
+    """Run a loop of the examples: the same file as ``python examples/FILE``."""
+    path = examples_folder() / file
+    name = f"whitney_loop.examples.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a dataclass looks its own module up
+    spec.loader.exec_module(module)
+    code: int = module.main(arguments, prog)
+    return code
+
+
+def plot(arguments: Sequence[str], prog: str) -> int:
+    from whitney_loop.loop.plot import main
+
+    return main(arguments, prog)
+
+
+def serve(arguments: Sequence[str], prog: str) -> int:
+    from whitney_loop.local.__main__ import main
+
+    return main(arguments, prog)
+
+
+def close(arguments: Sequence[str], prog: str) -> int:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=CLOSE_DESCRIPTION.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("session_id", metavar="SESSION_ID", help="as the loop or the client printed it")
+    where = parser.add_argument_group("the service")
+    where.add_argument("--base-url", metavar="URL", help="default: WHITNEY_BASE_URL")
+    where.add_argument("--ca-file", metavar="FILE", help="certificates (PEM) to trust instead of the system's")
     options = parser.parse_args(arguments)
     if not is_id(options.session_id):  # not shown: a terminal may not take it
-        print("error: SESSION_ID is no id: copy it again from where it was printed", file=sys.stderr)
+        print("error: SESSION_ID is not a valid session id: copy it again from where it was printed", file=sys.stderr)
         return 2
     try:
         cancelled = close_everything(WhitneyClient(options.base_url, ca_file=options.ca_file), options.session_id)
@@ -36,5 +111,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
+    "train": functools.partial(run_loop, "rl_loop.py"),
+    "sft": functools.partial(run_loop, "sft_loop.py"),
+    "distill": functools.partial(run_loop, "distillation_loop.py"),
+    "plot": plot,
+    "serve": serve,
+    "close": close,
+}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog="python -m whitney_loop"))

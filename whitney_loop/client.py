@@ -6,19 +6,23 @@ project's reading. It stands in ``wire.py``: if your deployment differs, edit it
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from whitney_loop import wire
-from whitney_loop.errors import ConfigurationError, RequestRejected, UnexpectedResponse, shortened
+from whitney_loop.errors import ConfigurationError, RequestRejected, UnexpectedResponse, WhitneyError, shortened
 from whitney_loop.operations import Operations, PendingOperation, as_json, require_same, wait_until
 from whitney_loop.transport import Transport
 from whitney_loop.wire import is_id as is_id
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 _LONGEST_LISTING = 400  # characters; the names of the contract take half of it
 _LONGEST_TIMEOUT_S = 1e9  # 30 years; a socket takes no more than 290
@@ -190,14 +194,22 @@ class WhitneyClient:
 
     # Operations
 
-    def run_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+    def run_operation(
+        self, run_id: str, kind: str, payload: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """Do one operation of a run (``forward_backward``, ``optim_step`` …), wait for its end and return its result.
 
+        ``timeout_s`` limits all of it, in place of the client's ``submit_timeout_s`` and ``operation_timeout_s``.
         Raises RequestRejected if the service refuses it, OperationFailed if it fails, OperationTimeout if it does not
         end in time, RunBroken if the outcome of an earlier one is unknown, ValueError if the payload is no JSON.
         Payloads are not judged here: call ``check_payload`` first.
         """
-        return self.submit_operation(run_id, kind, payload).result()
+        if timeout_s is None:
+            return self.submit_operation(run_id, kind, payload).result()
+        deadline = time.monotonic() + timeout_s
+        path = wire.path(wire.OPERATIONS, run_id=run_id)
+        operation = self._operations.submit(run_id, path, kind, payload, timeout_s)
+        return operation.result(max(deadline - time.monotonic(), 0))
 
     def sampler_operation(self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Do a sampler's operation, ``sample`` or ``logprobs``; it takes the run's next ``seq_id`` too.
@@ -212,15 +224,15 @@ class WhitneyClient:
         All are submitted before the first is awaited. Raises what ``run_operation`` raises for the first that fails;
         those that were submitted after it still run.
         """
-        submitted = [self.submit_operation(run_id, kind, payload) for payload in payloads]
-        return [operation.result() for operation in submitted]
+        submitted = _each(functools.partial(self.submit_operation, run_id, kind), payloads)
+        return _each(PendingOperation.result, submitted)
 
     def sampler_operations(
         self, run_id: str, sampler_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Do a sampler's operation for each payload: like ``run_operations``, but the service may overlap them."""
-        submitted = [self.submit_sampler_operation(run_id, sampler_id, kind, payload) for payload in payloads]
-        return [operation.result() for operation in submitted]
+        submitted = _each(functools.partial(self.submit_sampler_operation, run_id, sampler_id, kind), payloads)
+        return _each(PendingOperation.result, submitted)
 
     def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
         """Submit an operation in its order and do not wait for its end: the ``result()`` of what it returns does.
@@ -272,6 +284,18 @@ class WhitneyClient:
         return answer
 
 
+def _each(do: Callable[[Given], Made], given: Iterable[Given]) -> list[Made]:
+    """Do it for each one, in order. The ``index`` of an error is that of the one that it is about."""
+    made = []
+    for index, one in enumerate(given):
+        try:
+            made.append(do(one))
+        except WhitneyError as error:
+            error.index = index
+            raise
+    return made
+
+
 def result_sampler_id(result: Mapping[str, Any]) -> str:
     """Return the ``sampler_id`` in the result of ``save_weights_for_sampler``. UnexpectedResponse if there is none."""
     sampler_id = result.get(wire.SAMPLER_ID) if isinstance(result, Mapping) else None
@@ -298,8 +322,11 @@ def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         tokens, logprobs = sequence.get(wire.TOKENS), sequence.get(wire.LOGPROBS)
         if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
             raise _bad_sample(f"{where}.tokens", tokens, "a list of token ids")
-        if not isinstance(logprobs, list) or not all(_is_finite(logprob) for logprob in logprobs):
+        if not isinstance(logprobs, list):
             raise _bad_sample(f"{where}.logprobs", logprobs, "a list of finite numbers, one per token")
+        for position, logprob in enumerate(logprobs):
+            if not _is_finite(logprob):
+                raise _bad_sample(f"{where}.logprobs[{position}]", logprob, "a finite number")
         if len(logprobs) != len(tokens):
             raise _bad_sample(
                 f"{where}.logprobs", logprobs, f"{len(tokens)} numbers, one per token, not {len(logprobs)}"

@@ -60,12 +60,7 @@ class Connections:
         """
         connection = self._new_connection(timeout_s)
         with contextlib.closing(connection):
-            try:
-                connection.connect()  # the address, the proxy's CONNECT, the handshake
-            except ssl.SSLCertVerificationError as error:
-                raise NotTrusted(error.verify_message) from None
-            except (OSError, http.client.HTTPException) as error:
-                raise NotConnected(f"{type(error).__name__}: {error}") from None
+            _connect(connection)
             connection.request(method, self._path + path, body, {**headers, "Connection": "close"})
             with connection.getresponse() as response:
                 return Answer(response.status, response.headers, _read_body(response))
@@ -78,6 +73,19 @@ class Connections:
         connection = _TLSConnection(self._proxy.host, self._proxy.port, timeout=timeout_s, context=self._tls)
         connection.set_tunnel(self._host, self._port, self._proxy.headers)
         return connection
+
+
+def _connect(connection: http.client.HTTPConnection) -> None:
+    """Find the address, connect, ask the proxy, shake hands. Raise NotConnected or NotTrusted."""
+    problem: NotConnected | None = None
+    try:
+        connection.connect()
+    except ssl.SSLCertVerificationError as error:
+        problem = NotTrusted(error.verify_message)
+    except (OSError, http.client.HTTPException) as error:
+        problem = NotConnected(f"{type(error).__name__}: {error}")
+    if problem is not None:  # raised here: the context of an error would keep a proxy's answer open on Python 3.10
+        raise problem
 
 
 class _TimedReads(io.RawIOBase):
@@ -145,12 +153,15 @@ def _proxy_for(netloc: str) -> _Proxy | None:
         return None
     try:
         parts = urllib.parse.urlsplit(url if ":/" in url else f"http://{url}")
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # What a proxy is told goes over plain HTTP, a password too: not where the user wrote https.
+        usable = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable:  # the URL is not shown: it may hold a password
         raise ConfigurationError(
-            "the proxy that https_proxy names cannot be used: expected http://HOST:PORT", outcome="not_sent"
+            "the proxy that https_proxy names cannot be used: expected http://HOST:PORT (a proxy that is itself "
+            "spoken to by https is not supported)",
+            outcome="not_sent",
         )
     headers = {}
     if parts.username and parts.password:

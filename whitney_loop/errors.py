@@ -18,7 +18,7 @@ failed without effect; or it may have taken effect."""
 
 _SHORTEST_SECRET = 8  # characters; replacing a shorter word would black out half of every message
 
-_secrets: set[str] = set()
+_secrets: list[str] = []  # the longest first, since one may be part of another
 _logger = logging.getLogger("whitney_loop")
 
 
@@ -26,7 +26,8 @@ def keep_out_of_errors(secret: str) -> None:
     """Keep ``secret`` out of every error, log line and answer of this process from now on."""
     if len(secret) >= _SHORTEST_SECRET:
         # Unchanged, and as it looks in a path, in a repr and in JSON.
-        _secrets.update({secret, urllib.parse.quote(secret, safe=""), repr(secret)[1:-1], json.dumps(secret)[1:-1]})
+        forms = {secret, urllib.parse.quote(secret, safe=""), repr(secret)[1:-1], json.dumps(secret)[1:-1]}
+        _secrets[:] = sorted(forms.union(_secrets), key=len, reverse=True)
 
 
 def redacted(text: str) -> str:
@@ -34,10 +35,11 @@ def redacted(text: str) -> str:
 
     The text may have been cut off within a key: the start of a key at its end is replaced too.
     """
-    secrets = sorted(_secrets, key=len, reverse=True)  # one may be part of another
-    for secret in secrets:
+    for secret in _secrets:
         text = text.replace(secret, "[key]")
-    for secret in secrets:
+    for secret in _secrets:
+        if secret[:_SHORTEST_SECRET] not in text[-len(secret) :]:
+            continue
         for length in range(len(secret) - 1, _SHORTEST_SECRET - 1, -1):
             if text.endswith(secret[:length]):
                 return text[:-length] + "[key]"
@@ -72,6 +74,8 @@ class WhitneyError(Exception):
     often it was sent) are None if they do not apply. ``retryable``: asking again may succeed. Picklable; never holds
     the key.
     """
+
+    index: int | None = None  # of the payload that it is about, if several were given at once
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ that fails is logged and never hides the error that came first. A second Ctrl-C 
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import uuid
 from collections.abc import Callable, Iterator
@@ -154,12 +155,14 @@ class _Resource:
 
 @contextmanager
 def _cleaned_up(resource: _Resource) -> Iterator[str]:
+    process = os.getpid()
     try:
         resource.id = resource.create(None)
         yield resource.id
-        resource.finish(resource.id)
+        if os.getpid() == process:  # a child that the block forked leaves its parent's session alone
+            resource.finish(resource.id)
     except BaseException as error:
-        if resource.id is not None or _may_have_been_made(error):
+        if os.getpid() == process and (resource.id is not None or _may_have_been_made(error)):
             _clean_up(resource, error)
         raise
 
@@ -167,12 +170,12 @@ def _cleaned_up(resource: _Resource) -> Iterator[str]:
 def _clean_up(resource: _Resource, error: BaseException) -> None:
     """End the resource because of ``error``. What goes wrong is logged, so that ``error`` is what the user sees."""
     try:
-        log(logging.WARNING, f"{type(error).__name__}: cleaning up {resource.name()}")
+        log(logging.INFO, f"cleaning up {resource.name()}")
         resource.end(_LAST_TRY_S if _has_stopped_waiting(error) else None)
     except Exception as failure:
         _log_as_open(resource, failure)
     except BaseException as interrupt:
-        _stop_waiting(error)
+        stop_waiting(error)
         _last_try(resource, interrupt)
 
 
@@ -199,10 +202,13 @@ def _may_have_been_made(error: BaseException) -> bool:
     return error.outcome == "unknown" if isinstance(error, WhitneyError) else not isinstance(error, ValueError)
 
 
-def _stop_waiting(error: BaseException) -> None:
+def stop_waiting(error: BaseException) -> None:
+    """Give the blocks that ``error`` passes a few seconds each to clean up: the user has asked for the end again."""
     # The error itself tells the blocks around this one, since they see nothing else of what happened here.
     error.__dict__["_whitney_stopped_waiting"] = True
 
 
 def _has_stopped_waiting(error: BaseException) -> bool:
-    return "_whitney_stopped_waiting" in error.__dict__
+    """Return whether the user asked for the end twice: during a clean-up, or between the first time and a clean-up."""
+    interrupted_again = isinstance(error, KeyboardInterrupt) and isinstance(error.__context__, KeyboardInterrupt)
+    return interrupted_again or "_whitney_stopped_waiting" in error.__dict__

@@ -46,13 +46,16 @@ class PendingOperation:
     seq_id: int
     path: str  # to which it was sent
     _operation: dict[str, Any] = field(repr=False)  # its newest known state
-    _wait: Callable[[PendingOperation, dict[str, Any]], dict[str, Any]] = field(repr=False)
+    _wait: Callable[[PendingOperation, dict[str, Any], float | None], dict[str, Any]] = field(repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def result(self) -> dict[str, Any]:
-        """Wait for the end and return the result. Raises what ``run_operation`` raises. May be called again."""
+    def result(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end, at most ``timeout_s`` (default: the client's ``operation_timeout_s``); return the result.
+
+        Raises what ``run_operation`` raises. May be called again.
+        """
         with self._lock:  # one thread polls: by the second answer the service may have forgotten the result
-            self._operation = self._wait(self, self._operation)
+            self._operation = self._wait(self, self._operation, timeout_s)
         return _result_of(self._operation, self)
 
 
@@ -66,7 +69,7 @@ class _Order:
     recent: deque[weakref.ref[PendingOperation]] = field(default_factory=deque)
     broken: str | None = None  # why no operation may follow
 
-    def fetch_expiring_results(self, seq_id: int) -> None:
+    def fetch_expiring_results(self, seq_id: int, timeout_s: float | None) -> None:
         """Fetch the results that the service may drop when it accepts ``seq_id``."""
         while self.recent:
             oldest = self.recent[0]()
@@ -74,7 +77,7 @@ class _Order:
                 if oldest.seq_id > seq_id - wire.RESULTS_KEPT:
                     return
                 with contextlib.suppress(WhitneyError):  # whoever calls its result() gets the error
-                    oldest.result()
+                    oldest.result(timeout_s)
             self.recent.popleft()
 
 
@@ -89,7 +92,9 @@ class Operations:
         self._orders: dict[str, _Order] = {}
         self._lock = threading.Lock()  # guards accepted and _orders
 
-    def submit(self, run_id: str, path: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
+    def submit(
+        self, run_id: str, path: str, kind: str, payload: Mapping[str, Any], timeout_s: float | None = None
+    ) -> PendingOperation:
         """Serialise the payload, then take the next seq_id, then send, under the run's lock."""
         serialised = as_json(payload, kind)
         with self._lock:
@@ -103,11 +108,12 @@ class Operations:
             if order.next_seq_id is None:
                 order.next_seq_id = self._next_seq_id(run_id)
             seq_id = order.next_seq_id
-            order.fetch_expiring_results(seq_id)
+            order.fetch_expiring_results(seq_id, timeout_s)
             head = json.dumps({wire.KIND: kind, wire.SEQ_ID: seq_id})
             body = f'{head[:-1]}, "{wire.PAYLOAD}": {serialised}}}'.encode()
             try:
-                answer = self._transport.exchange("POST", path, body, budget_s=self._submit_timeout_s, seq_id=seq_id)
+                budget_s = self._submit_timeout_s if timeout_s is None else timeout_s
+                answer = self._transport.exchange("POST", path, body, budget_s=budget_s, seq_id=seq_id)
                 pending = PendingOperation(run_id, kind, seq_id, path, answer, self._wait)
                 _require_operation(answer, pending)
                 order.next_seq_id = seq_id + 1
@@ -135,7 +141,7 @@ class Operations:
         budget_s = left_s or min(_LAST_POLL_S, self._submit_timeout_s)
         return self._transport.exchange("GET", path, budget_s=budget_s, **options)
 
-    def _wait(self, pending: PendingOperation, operation: dict[str, Any]) -> dict[str, Any]:
+    def _wait(self, pending: PendingOperation, operation: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
         """Return the operation once it has ended."""
         operation_id = operation[wire.OPERATION_ID]
         path = wire.path(wire.OPERATION, run_id=pending.run_id, operation_id=operation_id)
@@ -163,7 +169,8 @@ class Operations:
 
         name = f"{pending.kind} (seq_id {pending.seq_id})"
         facts = _facts(pending)
-        return wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=self._operation_timeout_s, **facts)
+        timeout_s = self._operation_timeout_s if timeout_s is None else timeout_s
+        return wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=timeout_s, **facts)
 
 
 def wait_until(

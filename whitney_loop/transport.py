@@ -35,6 +35,7 @@ from whitney_loop.errors import (
     redacted,
     redacted_json,
 )
+from whitney_loop.version import __version__
 
 TIMEOUT = "timeout"  # the answer to a request did not come in time
 _NOT_TAKEN = frozenset({408, 425, 429})  # the service says that it did not take the request
@@ -93,7 +94,8 @@ class Transport:
         when the time is up.
         """
         deadline = time.monotonic() + budget_s
-        all_headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
+        agent = {"User-Agent": f"whitney-loop/{__version__}"}  # some gateways refuse Python's own
+        all_headers = {"Content-Type": "application/json", "Accept": "application/json", **agent, **(headers or {})}
         if self._key:
             all_headers["Authorization"] = f"Bearer {self._key}"
         facts: dict[str, Any] = {"method": method, "path": path, "seq_id": seq_id, "attempts": 0}
@@ -157,7 +159,7 @@ class Transport:
             ) from None
         if parsed is not None:
             return parsed
-        message = f"answered {answer.status} with a body that is no JSON object: {_beginning(answer.body)}"
+        message = f"answered {answer.status} with a body that is no JSON object: {_beginning(answer)}"
         if answer.body.strip()[:1] in (b"", b"{"):  # cut short on its way
             about = {"status": answer.status}
             raise _Trouble(message, may_have_arrived=True, status_or_timeout=answer.status, about=about)
@@ -174,7 +176,9 @@ class Transport:
         error = body.get(wire.ERROR)
         error = error if isinstance(error, dict) else {}
         said, code, request_id = error.get(wire.ERROR_MESSAGE), error.get(wire.ERROR_CODE), body.get(wire.REQUEST_ID)
-        said = said if isinstance(said, str) else f"no JSON error: {_beginning(answer.body)}"
+        said = said if isinstance(said, str) else f"no JSON error: {_beginning(answer)}"
+        if status == 404 and self.base_url.endswith("/v1"):
+            said += f" (at {self.base_url}{facts['path']}: give the base URL without /v1, with which every path begins)"
         about: dict[str, Any] = {
             "status": status,
             "code": code if isinstance(code, str) else None,
@@ -245,8 +249,10 @@ def _may_pass(status: int, *, retryable: bool) -> bool:
     return retryable and status >= 400 and status != _CONFLICT
 
 
-def _beginning(body: bytes) -> str:
-    return repr(redacted(body.decode("utf-8", "replace"))[:_SHOWN_CHARACTERS])
+def _beginning(answer: Answer) -> str:
+    encoding = answer.headers.get("Content-Encoding")
+    note = f" (encoded as {encoding:.20}, which was not asked for)" if encoding else ""
+    return repr(redacted(answer.body.decode("utf-8", "replace"))[:_SHOWN_CHARACTERS]) + note
 
 
 def _json_object(raw: bytes) -> dict[str, Any] | None:

@@ -1,0 +1,150 @@
+"""The reference loop: it learns, it ends cleanly, it repeats itself, and a copy of the one file runs."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loop_process import environment, start_loop
+from loop_runs import EXAMPLES, GRPO, ROOT, training_on
+from whitney_loop import WhitneyClient
+
+MINE = """
+import sys, time
+
+from grpo_build_loss import build_loss as grpo
+
+def waits(sample, cycle, request, ctx):
+    print("waiting in build_loss", file=sys.stderr, flush=True)
+    time.sleep(60)
+
+def waits_in_cycle_1(sample, cycle, request, ctx):
+    return waits(sample, cycle, request, ctx) if cycle == 1 else grpo(sample, cycle, request, ctx)
+"""
+REMOTE = ("--model", "byte-lm", "--sample-json", EXAMPLES / "sample.json", "--lora-rank", "1")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+@pytest.mark.learns
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+def test_the_command_of_the_readme_learns(run_loop, seed):
+    command = ("--build-loss", GRPO, "--cycles", "40", "--learning-rate", "0.1")
+    done = run_loop("rl_loop", *command, "--seed", seed)
+    assert done.returncode == 0, done.stderr
+    rewards = [float(found) for found in re.findall(r"reward/mean (\S+)", done.stderr)]
+    assert len(rewards) == 40
+    assert rewards[0] < 0.3
+    assert sum(rewards[-5:]) / 5 >= 0.9
+
+
+def test_the_plain_command_trains_on_the_embedded_service_and_says_so(folder):
+    with start_loop(folder, "rl_loop.py", "--build-loss", GRPO) as process:
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    where, seed, *cycles = stderr.splitlines()
+    assert where.startswith("training on the embedded service at http://127.0.0.1:")
+    assert re.fullmatch(r"seed (\d+) was drawn: --seed \1 repeats this run", seed)
+    assert re.fullmatch(r"cycle 0  version 0  reward/mean \S+  loss \S+  tokens \d+  \d+\.\d\d s", cycles[0])
+    assert cycles[1].startswith("cycle 1  version 1  ")
+    summary = json.loads(stdout)
+    assert summary["where"] == "the embedded service" and summary["base_url"].startswith("http://127.0.0.1:")
+    assert (summary["status"], summary["provider"], summary["model"]) == ("succeeded", "modal", "byte-lm")
+    assert (summary["cycles_done"], summary["cycles_skipped"]) == (2, 0)
+    assert summary["operations"] == {
+        "save_weights_for_sampler": 2, "sample": 2, "forward_backward": 2, "optim_step": 2,
+        "save_state": 1, "export_lora": 1,
+    }  # fmt: skip
+    assert 0 < summary["tokens_sampled"] == summary["tokens_trained"]
+    adapter = Path(summary["artifact"]["uri"].removeprefix("file://"))
+    assert (adapter / "adapter_model.safetensors").is_file()
+    assert adapter.parent.parent == folder / ".whitney_local"
+    assert list((folder / ".whitney_local" / "states").glob(f"{summary['state_id']}*"))
+
+
+def test_the_same_seed_gives_the_same_adapter(run_loop):
+    def adapter(seed, storage):
+        options = ("--lora-rank", "1", "--learning-rate", "0.1", "--seed", seed, "--storage", storage)
+        return run_loop("rl_loop", "--build-loss", GRPO, *options).adapter
+
+    assert adapter("7", "one") == adapter("7", "two") != adapter("8", "three")
+
+
+# Signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_cancels_closes_and_gives_its_exit_code(folder, remote, number, code):
+    arguments = ("--build-loss", "mine:waits", *REMOTE)
+    with start_loop(folder, "rl_loop.py", *arguments, **training_on(remote)) as process:
+        next(line for line in process.stderr if "waiting in build_loss" in line)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    assert "Traceback" not in stderr
+    summary = json.loads(stdout)
+    assert summary["status"].startswith("ended by")
+    session = WhitneyClient(remote.base_url, remote.api_key).session(summary["session_id"])
+    assert session["status"] == "closed" and [run["status"] for run in session["runs"]] == ["cancelled"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("waits", ["waits", "waits_in_cycle_1"])
+def test_a_second_signal_stops_the_waiting_and_prints_the_command_that_closes(folder, tmp_path, waits):
+    """The service is stopped in build_loss, so that all hangs until the second signal comes: in cycle 1, the saving."""
+    key = "k-of-the-test"
+    command = [sys.executable, "-u", "-m", "whitney_loop.local", "--port", "0", "--storage", str(tmp_path / "s")]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(WHITNEY_API_KEY=key), text=True, stdout=subprocess.PIPE
+    ) as service:
+        try:
+            base_url = next(line for line in service.stdout if "WHITNEY_BASE_URL=" in line).strip().partition("=")[2]
+            env = {"WHITNEY_API_KEY": key, "WHITNEY_BASE_URL": base_url}
+            with start_loop(folder, "rl_loop.py", "--build-loss", f"mine:{waits}", *REMOTE, **env) as process:
+                printed = ""
+                for line in process.stderr:
+                    printed += line
+                    if "waiting in build_loss" in line:
+                        service.send_signal(signal.SIGSTOP)
+                        process.send_signal(signal.SIGINT)
+                    if "closing what is open" in line:
+                        process.send_signal(signal.SIGINT)
+                        break
+                stdout, stderr = process.communicate(timeout=60)
+        finally:
+            service.kill()
+    printed += stderr
+    session_id = json.loads(stdout)["session_id"]
+    assert process.returncode == 130, printed
+    assert "Traceback" not in printed and key not in printed
+    assert "may still be open: run run-" in printed
+    assert f"python -m whitney_loop close {session_id} --base-url {base_url}" in printed
+
+
+# A copy of the one file
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"])  # "1": Python itself does not search the folder of the file
+def test_a_copy_of_the_file_alone_runs_with_the_users_module(tmp_path, safe_path):
+    """``argparse.py`` above it would be imported if the folder above a copy were searched for modules."""
+    folder = tmp_path / "new project"
+    folder.mkdir()
+    (tmp_path / "argparse.py").write_text("raise RuntimeError('not the one of the standard library')\n")
+    shutil.copy(EXAMPLES / "rl_loop.py", folder)
+    shutil.copy(EXAMPLES / "grpo_build_loss.py", folder / "mymod.py")
+    done = subprocess.run(
+        [sys.executable, "rl_loop.py", "--build-loss", "mymod:build_loss", "--lora-rank", "1", "--cycles", "1"],
+        cwd=folder, env=environment(PYTHONPATH=str(ROOT), PYTHONSAFEPATH=safe_path),
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cycles_done"] == 1

@@ -1,0 +1,82 @@
+"""Where a loop trains: on a service by its URL, or on the embedded one."""
+
+import json
+
+import pytest
+
+from loop_runs import GRPO, left_behind, training_on, write_requests
+
+REMOTE = ["--model", "byte-lm", "--sample-json", "one.jsonl"]
+
+
+@pytest.fixture
+def train(run_loop, tmp_path):
+    write_requests(tmp_path / "one.jsonl", ["the "])
+
+    def run(*arguments, **variables):
+        return run_loop("rl_loop", "--build-loss", GRPO, "--lora-rank", "1", "--cycles", "1", *arguments, **variables)
+
+    return run
+
+
+def test_a_base_url_in_the_environment_is_where_it_trains(train, remote):
+    done = train(*REMOTE, "--seed", "1", **training_on(remote))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"training on {remote.base_url} (as modal): what runs there may be billed\n")
+    assert done.summary["where"] == "the service of the base URL" and done.summary["base_url"] == remote.base_url
+    assert left_behind(remote, done) == ("closed", ["finished"])
+    assert remote.api_key not in done.stdout + done.stderr
+
+
+def test_local_rehearses_the_command_of_a_real_run(train, tmp_path):
+    request = {
+        "prompt": {"token_ids": [151644, 872, 198, 9906]},
+        "num_samples": 4,
+        "sampling_params": {"max_tokens": 6},
+    }
+    (tmp_path / "real.json").write_text(json.dumps(request))
+    real = {"WHITNEY_BASE_URL": "https://whitney.invalid", "WHITNEY_API_KEY": "real"}
+    done = train("--model", "Qwen/Qwen3.5-0.8B", "--sample-json", "real.json", "--local", "--seed", "1", **real)
+    assert done.returncode == 0, done.stderr
+    where, note = done.stderr.splitlines()[:2]
+    assert "embedded service" in where and "byte-lm" in note and "Qwen/Qwen3.5-0.8B" in note
+    assert done.summary["model"] == "Qwen/Qwen3.5-0.8B"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {"WHITNEY_API_KEY": "k"}, "WHITNEY_API_KEY is set, but no base URL"),
+        (["--local", "--base-url", "http://127.0.0.1:1"], {}, "--local and --base-url contradict"),
+        (["--base-url", "http://127.0.0.1:1"], {}, "--model is required"),
+        (["--base-url", "http://127.0.0.1:1", "--model", "m"], {}, "--sample-json is required"),
+        (["--base-url", "http://example.com", *REMOTE], {}, "https only"),
+        (["--base-url", "https://example.com", *REMOTE], {}, "no API key"),
+        (["--base-url", ""], {}, "--base-url is empty"),
+        (["--storage", "one.jsonl"], {}, "the embedded service cannot start"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_refused(train, tmp_path, arguments, variables, message):
+    done = train(*arguments, **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / ".whitney_local").exists()
+
+
+def test_a_refused_key_is_one_line(train, remote):
+    done = train(*REMOTE, **training_on(remote) | {"WHITNEY_API_KEY": "wrong"})
+    assert done.returncode == 1 and "status 401" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_drawn_seed_is_printed_and_repeats_the_run(train):
+    first = train("--sample-json", "one.jsonl", "--learning-rate", "0.1")
+    seed = first.summary["seed"]
+    assert f"seed {seed} was drawn: --seed {seed} repeats this run\n" in first.stderr
+    again = train("--sample-json", "one.jsonl", "--learning-rate", "0.1", "--seed", seed)
+    assert first.adapter == again.adapter
+    assert "was drawn" not in again.stderr
+
+
+def test_a_second_run_draws_another_seed(train):
+    seeds = {train("--sample-json", "one.jsonl").summary["seed"] for _ in range(2)}
+    assert len(seeds) == 2

@@ -1,0 +1,146 @@
+"""Runs that are resumed continue as if they had never stopped: the same weights, bit by bit, and the same metrics."""
+
+import json
+import re
+import signal
+
+import pytest
+
+from loop_process import start_loop
+from loop_runs import GRPO, metrics_of, write_requests
+
+PROMPTS = ["the ", "she ", "they ", "one ", "a ", "and ", "that "]
+COMMON = ("--lora-rank", "1", "--learning-rate", "0.1")
+RL = ("--build-loss", GRPO, "--sample-json", "prompts.jsonl", "--batch-size", "3", *COMMON)
+MINE = """
+import os, sys, time
+from grpo_build_loss import build_loss as grpo
+
+def waits(sample, cycle, request, ctx):
+    if cycle == 5 and not os.path.exists("go on"):
+        print("waiting in cycle 5", file=sys.stderr, flush=True)
+        time.sleep(60)
+    return grpo(sample, cycle, request, ctx)
+
+def fails(sample, cycle, request, ctx):
+    if cycle == 5 and not os.path.exists("go on"):
+        raise LookupError("as it was told")
+    return grpo(sample, cycle, request, ctx)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    write_requests(tmp_path / "prompts.jsonl", PROMPTS)
+    examples = [{"prompt": text, "completion": text[::-1]} for text in PROMPTS]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return tmp_path
+
+
+@pytest.fixture
+def train(run_loop, folder):
+    def run(script, *arguments):
+        done = run_loop(script, *arguments)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+def test_four_cycles_are_two_and_two_more(train, folder):
+    whole = train("rl_loop", *RL, "--seed", "1", "--cycles", "4", "--metrics", "whole.jsonl")
+    first = train("rl_loop", *RL, "--seed", "1", "--cycles", "2", "--metrics", "parts.jsonl")
+    state_id = first.summary["state_id"]
+    second = train("rl_loop", *RL, "--cycles", "2", "--metrics", "parts.jsonl", "--resume-from", state_id)
+    assert f"resuming from {state_id} at cycle 2" in second.stderr
+    assert second.adapter == whole.adapter != first.adapter
+    assert [entry["cycle"] for entry in metrics_of(folder / "parts.jsonl")] == [0, 1, 2, 3]
+    assert metrics_of(folder / "parts.jsonl") == metrics_of(folder / "whole.jsonl")
+
+
+def test_without_a_metrics_file_the_first_cycle_is_given(train):
+    whole = train("rl_loop", *RL, "--seed", "1", "--cycles", "4")
+    first = train("rl_loop", *RL, "--seed", "1", "--cycles", "2")
+    assert first.summary["next_cycle"] == 2
+    again = ("--seed", "1", "--cycles", "2", "--resume-from", first.summary["state_id"], "--first-cycle", "2")
+    assert train("rl_loop", *RL, *again).adapter == whole.adapter
+
+
+def test_sft_resumes_exactly_in_the_middle_of_an_epoch(train, folder):
+    """Seven examples in batches of two are four steps an epoch; the state is that of step 6 of 8."""
+    sft = ("--data", "examples.jsonl", "--batch-size", "2", *COMMON)
+    whole = train("sft_loop", *sft, "--seed", "1", "--epochs", "2", "--metrics", "whole.jsonl", "--save-every", "6")
+    (folder / "parts.jsonl").write_bytes((folder / "whole.jsonl").read_bytes())
+    state_id, next_cycle = re.findall(r"^saved (state-\w+): the next cycle is (\d)$", whole.stderr, re.MULTILINE)[0]
+    again = ("--epochs", "2", "--metrics", "parts.jsonl", "--resume-from", state_id)
+    resumed = train("sft_loop", *sft, *again)
+    assert next_cycle == "6" and resumed.summary["cycles_done"] == 2
+    assert resumed.adapter == whole.adapter
+    assert metrics_of(folder / "parts.jsonl") == metrics_of(folder / "whole.jsonl")
+
+
+def test_sft_goes_on_to_further_epochs(train):
+    sft = ("--data", "examples.jsonl", "--batch-size", "2", *COMMON)
+    whole = train("sft_loop", *sft, "--seed", "1", "--epochs", "2")
+    first = train("sft_loop", *sft, "--seed", "1", "--epochs", "1", "--metrics", "m.jsonl")
+    second = train("sft_loop", *sft, "--epochs", "2", "--metrics", "m.jsonl", "--resume-from", "last")
+    assert second.adapter == whole.adapter != first.adapter
+
+
+def test_sft_that_is_done_has_nothing_to_resume(train, run_loop):
+    train("sft_loop", "--data", "examples.jsonl", *COMMON, "--metrics", "m.jsonl")
+    done = run_loop("sft_loop", "--data", "examples.jsonl", *COMMON, "--metrics", "m.jsonl", "--resume-from", "last")
+    assert done.returncode == 2 and "the state to resume is at step 1 of 1: raise --epochs to train on" in done.stderr
+
+
+def test_distillation_resumes_exactly_with_the_same_teacher(train, folder):
+    """Its teacher is trained anew from the same data, in the same order: the seed is the run's."""
+    distill = ("--teacher-data", "examples.jsonl", "--sample-json", "prompts.jsonl", *COMMON)
+    whole = train("distillation_loop", *distill, "--seed", "1", "--cycles", "4", "--metrics", "whole.jsonl")
+    first = train("distillation_loop", *distill, "--seed", "1", "--cycles", "2", "--metrics", "parts.jsonl")
+    again = ("--cycles", "2", "--metrics", "parts.jsonl", "--resume-from", "last")
+    second = train("distillation_loop", *distill, *again)
+    assert second.adapter == whole.adapter != first.adapter
+    assert metrics_of(folder / "parts.jsonl") == metrics_of(folder / "whole.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "next_cycle"), [(signal.SIGINT, 130, 5), (signal.SIGKILL, -9, 4)], ids=["Ctrl-C", "kill"]
+)
+def test_an_ended_run_continues_at_the_cycle_after_its_last_state(train, run_loop, folder, number, code, next_cycle):
+    """Ended in cycle 5, saved after cycle 3. Ctrl-C saves the whole cycle 4 first; after a kill it is trained again."""
+    whole = train("rl_loop", *RL, "--seed", "1", "--cycles", "7", "--metrics", "whole.jsonl")
+    waiting = (*RL, "--build-loss", "mine:waits", "--metrics", "m.jsonl")
+    with start_loop(folder, "rl_loop.py", *waiting, "--seed", "1", "--cycles", "7", "--save-every", "2") as process:
+        next(line for line in process.stderr if "waiting in cycle 5" in line)
+        assert [entry["cycle"] for entry in metrics_of(folder / "m.jsonl")] == [0, 1, 2, 3, 4]  # flushed
+        other = run_loop("rl_loop", *waiting, "--resume-from", "last")
+        assert other.returncode == 2 and "m.jsonl: another loop is writing it" in other.stderr
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code
+    left = str(7 - next_cycle)
+    if number == signal.SIGINT:
+        assert re.search(
+            rf"to resume at cycle 5, the same command with: --resume-from state-\w+ --cycles {left}", stderr
+        )
+    with (folder / "m.jsonl").open("a") as file:
+        file.write('{"cycle": 5, "cut o')
+    (folder / "go on").touch()
+    resumed = train("rl_loop", *waiting, "--cycles", left, "--resume-from", "last")
+    assert resumed.adapter == whole.adapter
+    assert metrics_of(folder / "m.jsonl") == metrics_of(folder / "whole.jsonl")
+    superseded = (folder / "m.jsonl.superseded").read_text()
+    assert superseded.count('"cycle": ') == (1 if number == signal.SIGINT else 2)
+
+
+def test_the_printed_options_are_enough_without_a_metrics_file_or_a_seed(train, run_loop, folder):
+    failing = (*RL, "--build-loss", "mine:fails")
+    stopped = run_loop("rl_loop", *failing, "--cycles", "7", "--save-every", "2")
+    assert stopped.returncode == 1
+    (folder / "go on").touch()
+    [seed] = re.findall(r"seed (\d+) was drawn", stopped.stderr)
+    [options] = re.findall(r"the same command with: (.*)\n", stopped.stderr)
+    resumed = train("rl_loop", *failing, *options.split())
+    assert resumed.adapter == train("rl_loop", *RL, "--seed", seed, "--cycles", "7").adapter

@@ -1,0 +1,198 @@
+"""Signals: at any moment, in a process of its own, and in what the user's code does with exceptions and processes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+
+import pytest
+
+from loop_in_process import left_open
+from loop_started import read_until, start_loop
+
+SWALLOWS = """
+import signal
+
+class RaisesWhenFreed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+def is_interrupted_in_a_finalizer(sample, cycle, request, ctx):
+    ctx.state["freed"] = RaisesWhenFreed() if cycle == 0 else None
+    return build_loss(sample, cycle, request, ctx)
+
+def swallows_everything(sample, cycle, request, ctx):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except:
+        pass
+    return build_loss(sample, cycle, request, ctx)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops it, and says so
+@pytest.mark.parametrize(("name", "code"), [("is_interrupted_in_a_finalizer", 143), ("swallows_everything", 130)])
+def test_a_signal_whose_exception_is_swallowed_ends_the_loop_all_the_same(
+    loop, service, all_sessions, user_module, name, code
+):
+    user_module(SWALLOWS)
+    ended, summary, err = loop(service, service.base_url, 1000, build_loss=f"never_saturates:{name}")
+    assert ended == code and summary["cycles_done"] < 2, err
+    assert left_open(all_sessions()) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_signal_at_a_random_moment_cleans_up_and_gives_its_exit_code(
+    user_module, service, all_sessions, tmp_path, seed
+):
+    chance = random.Random(seed)
+    number, *codes = [(signal.SIGINT, 130), (signal.SIGTERM, 143)][seed // 2]
+    with start_loop(tmp_path, service.base_url, service.api_key, build_loss="opens_a_second_run") as process:
+        said = read_until(process.stderr, "cycle 0")
+        threading.Event().wait(chance.uniform(0, 0.05))
+        process.send_signal(number)
+        if seed % 2:  # once the first was seen: if two wait, Python takes the one of the lower number first
+            said += read_until(process.stderr, "closing what is open")
+            threading.Event().wait(chance.uniform(0, 0.02))
+            process.send_signal(signal.SIGINT)
+            codes.append(-signal.SIGINT)  # if it came after the summary
+        out, err = process.communicate(timeout=60)
+    assert process.returncode in codes, said + err
+    assert "Traceback" not in err and json.loads(out)["session_id"]
+    assert left_open(all_sessions()) == []
+
+
+def test_a_signal_that_was_ignored_at_the_start_as_by_nohup_stays_ignored(user_module, service, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a process is started with what its parent ignores
+    try:
+        process = start_loop(tmp_path, service.base_url, service.api_key)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with process:
+        read_until(process.stderr, "cycle 0")
+        process.send_signal(signal.SIGHUP)
+        assert all("cycle" in process.stderr.readline() for _ in range(20))
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and "SIGHUP" not in err
+
+
+HANGS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+def hangs_in_a_thread(sample, cycle, request, ctx):
+    ThreadPoolExecutor(1).submit(threading.Event().wait)
+    return build_loss(sample, cycle, request, ctx)
+"""
+
+
+def test_a_signal_after_the_summary_ends_a_process_whose_threads_never_end(user_module, service, tmp_path):
+    user_module(HANGS)
+    loop = start_loop(tmp_path, service.base_url, service.api_key, build_loss="hangs_in_a_thread", cycles=1)
+    with loop as process:
+        assert json.loads(process.stdout.readline())["status"] == "succeeded"
+        while process.poll() is None:  # one that comes while the summary is being printed is ignored
+            process.terminate()
+            threading.Event().wait(0.05)
+    assert process.returncode == -signal.SIGTERM
+
+
+FORKS = """
+import multiprocessing, os, sys
+
+fork = multiprocessing.get_context("fork")
+
+def runs_for_ever(started):
+    while True:
+        try:
+            while True:
+                started.set()
+        except:
+            pass
+
+def terminates_a_stubborn_grader(sample, cycle, request, ctx):
+    started = fork.Event()
+    grader = fork.Process(target=runs_for_ever, args=(started,))
+    grader.start()
+    started.wait()
+    grader.terminate()
+    grader.join()
+    ctx.metrics["exitcode"] = grader.exitcode
+    return build_loss(sample, cycle, request, ctx)
+
+def grades_in_a_pool(sample, cycle, request, ctx):
+    with fork.Pool(2) as pool:
+        ctx.metrics["graded"] = sum(pool.map(bool, sample["sequences"]))
+    return build_loss(sample, cycle, request, ctx)
+
+def forks(leave, sample, cycle, request, ctx):
+    child = os.fork()
+    if child == 0:
+        leave()
+    ctx.metrics["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return build_loss(sample, cycle, request, ctx)
+
+def fails_in_a_child(*arguments):
+    return forks(lambda: [][0], *arguments)
+
+def exits_in_a_child(*arguments):
+    return forks(lambda: sys.exit(3), *arguments)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("terminates_a_stubborn_grader", "exitcode -15"),
+        ("grades_in_a_pool", "graded 2"),
+        ("fails_in_a_child", "child 1"),
+        ("exits_in_a_child", "child 3"),
+    ],
+)
+def test_a_process_that_the_users_code_forks_ends_by_itself_and_the_loop_goes_on(
+    user_module, service, all_sessions, tmp_path, name, shown
+):
+    user_module(FORKS)
+    with start_loop(tmp_path, service.base_url, service.api_key, build_loss=name, cycles=2) as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and json.loads(out)["cycles_done"] == 2, err
+    assert err.count(shown) == 2
+    assert err.count("Traceback") == (2 if name == "fails_in_a_child" else 0)
+    assert [run["status"] for session in all_sessions() for run in session["runs"]] == ["finished"]
+    assert left_open(all_sessions()) == []
+
+
+LEAVES_A_GRADER = """
+import multiprocessing, os, signal, time
+
+def sleeps(pipe):
+    pipe.recv()
+
+def leaves_a_grader_and_is_killed(*arguments):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    context.Process(target=sleeps, args=(theirs,)).start()
+    open("grader", "w").write(str(multiprocessing.active_children()[0].pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_files_that_a_killed_loops_worker_still_holds_are_refused_and_the_worker_is_named(
+    loop, user_module, service, tmp_path
+):
+    user_module(LEAVES_A_GRADER)
+    options = ["--metrics", "m.jsonl", "--journal", "journal.json"]
+    name = "leaves_a_grader_and_is_killed"
+    devnull = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # the worker would hold pipes open
+    start_loop(tmp_path, service.base_url, service.api_key, *options, build_loss=name, **devnull).wait(60)
+    grader = int((tmp_path / "grader").read_text())
+    try:
+        code, _, err = loop(service, service.base_url, 1, "--metrics", "m.jsonl")
+        assert code == 2 and "another loop is writing it, or a process that such a loop started still runs" in err
+        code, _, err = loop(service, service.base_url, 1, "--journal", "journal.json", "--recover")
+        assert code == 2 and "is held by a loop that still runs, or by a process that it started" in err
+    finally:
+        os.kill(grader, signal.SIGKILL)

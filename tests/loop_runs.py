@@ -1,0 +1,108 @@
+"""The loops as their users run them: a command line in, an exit code and two texts out.
+
+``run_loop`` runs one in this process, which saves the half second that Python needs to start. ``loop_process.py``
+starts real processes, for the tests that need signals or an environment of their own.
+"""
+
+import importlib
+import json
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from whitney_loop import WhitneyClient, sample_request
+from whitney_loop.local import serve
+from whitney_loop.loop.signals import ENDING_SIGNALS
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+GRPO = "grpo_build_loss:build_loss"
+
+
+@dataclass
+class Done:
+    """What a loop left behind; the names are those of subprocess.CompletedProcess."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def summary(self):
+        [line] = self.stdout.splitlines()
+        return json.loads(line)
+
+    @property
+    def adapter(self):
+        """The bytes of the adapter that a loop on the embedded service exported."""
+        folder = Path(self.summary["artifact"]["uri"].removeprefix("file://"))
+        return (folder / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def run_loop(tmp_path, monkeypatch, capsys):
+    """``run_loop(script, *arguments, **variables)``: a loop of examples/ in the folder ``tmp_path``."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script, *arguments, **variables):
+        handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(EXAMPLES))  # as Python does for a script
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            capsys.readouterr()
+            try:
+                code = importlib.import_module(script).main([str(argument) for argument in arguments])
+            except SystemExit as error:  # of argparse
+                code = error.code
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+                _forget_modules_of(tmp_path)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def _forget_modules_of(folder):
+    """The next loop, and the next test, import the user's modules anew."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(f"{folder}/"):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def remote(tmp_path_factory):
+    """A service that is not the loop's own: what stands for the one that may send a bill."""
+    with serve(tmp_path_factory.mktemp("remote")) as running:
+        yield running
+
+
+def training_on(service):
+    """The environment of someone who trains on this service."""
+    return {"WHITNEY_BASE_URL": service.base_url, "WHITNEY_API_KEY": service.api_key}
+
+
+def left_behind(service, done):
+    """(status of the loop's session, statuses of its runs) as the service knows them."""
+    session = WhitneyClient(service.base_url, service.api_key).session(done.summary["session_id"])
+    return session["status"], [run["status"] for run in session["runs"]]
+
+
+def write_requests(path, texts, **params):
+    """A JSONL of sample requests: small ones, which train in milliseconds."""
+    params = {"num_samples": 4, "max_tokens": 6} | params
+    path.write_text("".join(json.dumps(sample_request(text.encode(), **params)) + "\n" for text in texts))
+
+
+def metrics_of(path):
+    """The cycles in a metrics file, without their times."""
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {name: value for name, value in entry.items() if not name.startswith("time/")}
+        for entry in entries
+        if "cycle" in entry
+    ]

@@ -1,0 +1,87 @@
+"""The command line of the package: which commands there are, and what their help pages say."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from whitney_loop.__main__ import COMMANDS, main
+from whitney_loop.loop.signals import ENDING_SIGNALS
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def same_signal_handlers():
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def help_of(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_of_the_program_names_every_command_and_nothing_else(capsys):
+    shown = help_of("--help", capsys)
+    assert re.findall(r"(?m)^  ([a-z]+)  +\w", shown) == list(COMMANDS)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_help_page_has_a_command_that_parses_the_exit_codes_and_named_groups(command, capsys):
+    shown = help_of(command, capsys)
+    assert re.search(rf"(?m)^    whitney-loop {command} ", shown)
+    assert re.search(r"Exit codes: 0 .*\b2 usage", shown)
+    assert len(re.findall(r"(?m)^[a-z ,-]+:$", shown)) >= 2
+
+
+def test_the_help_of_train_lists_every_algorithm(capsys):
+    shown = help_of("train", capsys)
+    names = {path.stem for path in (ROOT / "examples" / "algorithms").glob("[a-z]*.py")}
+    assert set(re.findall(r"(?m)^    (\w+)  +\w", shown)) == names and len(names) >= 12
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "distill"])
+def test_the_command_that_a_loops_help_page_shows_passes_its_dry_run(command, tmp_path, monkeypatch, capsys):
+    [shown] = re.findall(rf"(?m)^    (whitney-loop {command} .*)$", help_of(command, capsys))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the loop adds to it
+    assert main([*shlex.split(shown)[1:], "--dry-run"]) == 0
+    assert "dry run" in capsys.readouterr().err
+
+
+def test_the_script_and_the_command_show_the_same_help_but_for_their_names(capsys):
+    script = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), "--help"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.replace("python examples/rl_loop.py", "whitney-loop train") == help_of("train", capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["trian"], "invalid choice: 'trian'"), (["train"], "--build-loss")],
+)
+def test_a_usage_error_is_a_line_of_usage_and_a_line_that_says_what_is_wrong(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and message in shown and shown.count("\n") == 2
+
+
+def test_a_terminal_without_unicode_gets_a_help_page_all_the_same():
+    command = [sys.executable, "-m", "whitney_loop", "sft", "--help"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and rb"\u2026" in done.stdout, done.stderr

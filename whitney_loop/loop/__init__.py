@@ -1,0 +1,53 @@
+"""What every training loop needs around the client: options, opening and ending, data, metrics, resumption.
+
+``examples/rl_loop.py`` shows how it is used: ``parse_options`` reads the command line into a dataclass of options,
+``run_training`` opens a run and closes it on every exit, and the loop's own ``train`` calls the client.
+"""
+
+from whitney_loop.loop.cycle import Cycle, split_payload
+from whitney_loop.loop.metrics import mean_loss, merged_results, trained_tokens
+from whitney_loop.loop.options import REQUIRED, LoopOptions, UsageError, option, parse_options
+from whitney_loop.loop.prompts import (
+    Request,
+    fingerprint,
+    named_in_errors,
+    notes_on_groups,
+    read_requests,
+    requests_of_cycle,
+)
+from whitney_loop.loop.report import formatted, say
+from whitney_loop.loop.running import Work, run_training
+from whitney_loop.loop.supervised import batch_of_step, evaluation_payloads, read_examples, steps_in, train_on_examples
+from whitney_loop.loop.training import Training
+from whitney_loop.loop.user_loss import UserLoss, load_user_loss
+
+__all__ = [
+    "REQUIRED",
+    "Cycle",
+    "LoopOptions",
+    "Request",
+    "Training",
+    "UsageError",
+    "UserLoss",
+    "Work",
+    "batch_of_step",
+    "evaluation_payloads",
+    "fingerprint",
+    "formatted",
+    "load_user_loss",
+    "mean_loss",
+    "merged_results",
+    "named_in_errors",
+    "notes_on_groups",
+    "option",
+    "parse_options",
+    "read_examples",
+    "read_requests",
+    "requests_of_cycle",
+    "run_training",
+    "say",
+    "split_payload",
+    "steps_in",
+    "train_on_examples",
+    "trained_tokens",
+]

@@ -1,0 +1,211 @@
+"""What a cycle is judged by: metrics of its samples, of its loss, and the user's own.
+
+Keys are ``group/name``. Ratios are of the trainer's probability to the sampler's: p is a token's logprob in the outputs
+of ``forward_backward``, q the one in the datum, which came from sampling; only tokens with a weight count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Metrics = dict[str, Any]
+Payload = dict[str, Any]
+
+LONGEST_TEXT = 200  # characters of a text in ctx.metrics, which is printed with its cycle
+LARGEST_LOG_RATIO = 20.0  # |p − q| is limited before exp, so that one stale token (e²⁰ is 5e8) leaves numbers to plot
+METRIC_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}  # by NAME:reduction
+
+
+def sample_metrics(samples: Sequence[Mapping[str, Any]]) -> Metrics:
+    """How the completions of all groups ended."""
+    sequences = [sequence for sample in samples for sequence in sample["sequences"]]
+    return {
+        "completions/tokens": sum(len(sequence["tokens"]) for sequence in sequences),
+        "completions/truncated_frac": _mean(sequence.get("stop_reason") == "length" for sequence in sequences),
+        "completions/empty_frac": _mean(not sequence["tokens"] for sequence in sequences),
+    }
+
+
+def user_metrics(groups: Sequence[object]) -> tuple[Metrics, list[str]]:
+    """Merge what the calls of build_loss left in ``ctx.metrics``. Return it, and a note on each loss.
+
+    A number becomes the mean over the groups that have it. A list of numbers, such as a group's rewards under
+    ``reward``, becomes ``reward/mean`` and ``reward/std`` over all groups. Anything else is kept as text, that of the
+    last group. Whatever ``float()`` takes is a number, but for text. Never raises: the step is already made.
+    """
+    notes: list[str] = []
+    values: dict[str, list[float | list[float] | str]] = {}
+    for group in groups:
+        if not isinstance(group, dict):
+            notes.append(f"ctx.metrics is of type {type(group).__name__}, expected a dict")
+            continue
+        for key, value in group.items():
+            try:
+                name, plain = str(key)[:LONGEST_TEXT], _plain(value)
+            except Exception as error:  # whatever the user's objects raise
+                notes.append(f"{key if isinstance(key, str) else type(key).__name__}: {type(error).__name__}")
+                continue
+            if isinstance(plain, str) and len(plain) > LONGEST_TEXT:
+                notes.append(f"{name}: all but the first {LONGEST_TEXT} of {len(plain)} characters")
+                plain = plain[:LONGEST_TEXT]
+            if plain is not None:
+                values.setdefault(name, []).append(plain)
+    merged: Metrics = {}
+    for name, of_groups in values.items():
+        merged |= _merged(name, of_groups)
+    return merged, notes
+
+
+def _merged(name: str, values: Sequence[float | list[float] | str]) -> Metrics:
+    """One metric of all groups."""
+    texts = [value for value in values if isinstance(value, str)]
+    if texts:
+        return {name: texts[-1]}
+    lists = [value if isinstance(value, list) else [value] for value in values if not isinstance(value, str)]
+    numbers = [number for numbers in lists for number in numbers]
+    if not numbers:
+        return {}
+    mean = sum(numbers) / len(numbers)
+    if not any(isinstance(value, list) for value in values):
+        return {name: mean}
+    deviation = math.hypot(*(number - mean for number in numbers)) / math.sqrt(len(numbers))  # the population's
+    return {f"{name}/mean": mean, f"{name}/std": deviation}
+
+
+def loss_metrics(payload: Payload, result: Mapping[str, Any]) -> Metrics:
+    """The metrics of one update: the loss, what the provider returned, and how far the trainer is from the sampler."""
+    returned = _returned(result)
+    loss = result.get("loss")
+    metrics: Metrics = {"loss/sum": returned.get("loss:sum") if loss is None else loss}
+    metrics |= ratio_metrics([pair for datum in logprob_pairs(payload, result) for pair in datum])
+    metrics |= {"clip_frac": returned.get("clip_frac"), "optim/grad_norm": result.get("grad_norm")}
+    metrics |= {f"provider/{name}": value for name, value in returned.items()}
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def ratio_metrics(pairs: Sequence[tuple[float, float]]) -> Metrics:
+    """From (p, q) per token: estimates of KL(sampler ‖ trainer), the largest ratio, and the effective sample size.
+
+    With d = p − q and r = exp(d): k1 = mean(−d), k3 = mean(r − 1 − d), ess = (Σr)² / (n Σr²), which is 1 if all ratios
+    are equal. Source: J. Schulman, "Approximating KL divergence"; A. Owen, "Monte Carlo theory", chapter 9.
+    """
+    if not pairs:
+        return {}
+    gaps = [min(max(p - q, -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO) for p, q in pairs]
+    ratios = [math.exp(gap) for gap in gaps]
+    return {
+        "kl/k1": _mean(0.0 - gap for gap in gaps),  # 0.0, not −0.0, if there is no gap
+        "kl/k3": _mean(ratio - 1 - gap for ratio, gap in zip(ratios, gaps, strict=True)),
+        "ratio/max": max(ratios),
+        "ess": sum(ratios) ** 2 / (len(ratios) * sum(ratio * ratio for ratio in ratios)),
+    }
+
+
+def largest_gap(payload: Payload, result: Mapping[str, Any]) -> float | None:
+    """The largest mean of |p − q| over one completion; None if there are no outputs."""
+    return max((_mean(abs(p - q) for p, q in datum) for datum in logprob_pairs(payload, result) if datum), default=None)
+
+
+def logprob_pairs(payload: Payload, result: Mapping[str, Any]) -> list[list[tuple[float, float]]]:
+    """(p, q) of each token with a weight, one list per datum; empty if the outputs do not fit the payload."""
+    outputs = result.get("outputs")
+    if not isinstance(outputs, list) or len(outputs) != len(payload["data"]):
+        return []
+    pairs = []
+    for datum, output in zip(payload["data"], outputs, strict=True):
+        tensors = {name: tensor["values"] for name, tensor in datum["loss_inputs"].items()}
+        sampled, weights = tensors.get("logprobs"), tensors["weights"]
+        trained = output.get("logprobs") if isinstance(output, dict) else None
+        if sampled is None or not isinstance(trained, list) or len(trained) != len(sampled):
+            return []
+        if not all(map(_is_number, trained)):
+            return []
+        pairs.append([(p, q) for p, q, w in zip(trained, sampled, weights, strict=True) if w])
+    return pairs
+
+
+def mean_loss(payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean of −logprob over the tokens with a weight, from the outputs: independent of a provider's reduction.
+
+    None if the outputs do not fit the payloads.
+    """
+    total = 0.0
+    for payload, result in zip(payloads, results, strict=True):
+        outputs = result.get("outputs")
+        if not isinstance(outputs, list) or len(outputs) != len(payload["data"]):
+            return None
+        for output, datum in zip(outputs, payload["data"], strict=True):
+            weights = datum["loss_inputs"]["weights"]["values"]
+            logprobs = output.get("logprobs") if isinstance(output, dict) else None
+            if not isinstance(logprobs, list) or len(logprobs) != len(weights):
+                return None
+            counted = [(weight, logprob) for weight, logprob in zip(weights, logprobs, strict=True) if weight]
+            if not all(_is_number(logprob) for _, logprob in counted):
+                return None
+            total -= sum(weight * logprob for weight, logprob in counted)
+    return total / sum(map(trained_tokens, payloads))
+
+
+def trained_tokens(payload: Payload) -> int:
+    """The number of tokens with a weight: those that the loss is summed over."""
+    return sum(weight != 0 for datum in payload["data"] for weight in datum["loss_inputs"]["weights"]["values"])
+
+
+def merged_results(parts: Sequence[Payload], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The results of a payload's parts as one: sums added up, maxima and minima kept, of the rest the tokens' mean."""
+    if len(results) == 1:
+        return results[0]
+    merged: dict[str, Any] = {}
+    losses: list[Any] = [result.get("loss") for result in results]
+    if all(map(_is_number, losses)):
+        merged["loss"] = sum(losses)
+    outputs: list[Any] = [result.get("outputs") for result in results]
+    if all(isinstance(output, list) for output in outputs):
+        merged["outputs"] = [output for of_part in outputs for output in of_part]
+    tokens = [trained_tokens(part) for part in parts]
+    merged["metrics"] = {}
+    for name in _returned(results[0]):
+        values: list[Any] = [_returned(result).get(name) for result in results]
+        if all(map(_is_number, values)):
+            reduce = METRIC_REDUCTIONS.get(name.rpartition(":")[2])
+            merged["metrics"][name] = reduce(values) if reduce else _weighted_mean(values, tokens)
+    return merged
+
+
+def _returned(result: Mapping[str, Any]) -> Metrics:
+    """The provider's own metrics; none if they are not an object."""
+    metrics = result.get("metrics")
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def _weighted_mean(values: list[float], weights: list[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1)
+
+
+def _plain(value: Any) -> float | list[float] | str | None:
+    """A number, a list of numbers, or the text of anything else; None for no value."""
+    if hasattr(value, "tolist"):  # of numpy or torch, a scalar or an array
+        value = value.tolist()
+    if value is None:
+        return None
+    try:
+        return [_number(entry) for entry in value] if isinstance(value, (list, tuple)) else _number(value)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError("a text is no number, even if float() takes it")
+    return float(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,151 @@
+"""The command-line options that all loops share, and the parser that a dataclass of options gives.
+
+A loop's options are one frozen dataclass: each field is one option, with its default and its help beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whitney_loop.losses import LOSS_SUPPORT
+
+REQUIRED: Any = MISSING  # as the default of an option that must be given
+LONGEST_TIMEOUT_S = 1e9  # 30 years, which a socket can still take
+LAST = "last"  # as --resume-from: the newest state in the metrics file
+_METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
+
+
+class UsageError(Exception):
+    """The command cannot be run as given. Nothing was created; exit code 2."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    metavar: str | None = None,
+    at_least: int | None = None,
+    choices: Sequence[str] | None = None,
+) -> Any:
+    """One option of a dataclass of options; default REQUIRED if it must be given."""
+    about = {"help": help, "group": group, "metavar": metavar, "at_least": at_least, "choices": choices}
+    return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """The options of every loop."""
+
+    provider: str = option("modal", "whose losses and rules apply", group="what to train", choices=sorted(LOSS_SUPPORT))
+    model: str | None = option(None, "required unless the embedded service is used", group="what to train")
+    lora_rank: int = option(32, "rank of the trained adapter", group="what to train", at_least=1)
+    learning_rate: float = option(1e-6, "of the optimizer, AdamW", group="what to train")
+    seed: int | None = option(None, "of adapter, sampling and data order; default: drawn", group="what to train")
+
+    base_url: str | None = option(
+        None, "service to train on; default: WHITNEY_BASE_URL", group="where to train", metavar="URL"
+    )
+    ca_file: str | None = option(
+        None, "certificates (PEM) to trust instead of the system's", group="where to train", metavar="FILE"
+    )
+    local: bool = option(False, "rehearse on the embedded service, whatever else is set", group="where to train")
+    storage: Path | None = option(
+        None, "folder of the embedded service; default: .whitney_local", group="where to train"
+    )
+    timeout: float = option(3600.0, "seconds that one operation may take", group="where to train")
+
+    metrics: Path | None = option(
+        None, "write a line of metrics per cycle (see plot)", group="metrics and resumption", metavar="FILE.jsonl"
+    )
+    save_every: int | None = option(
+        None,
+        "save a state after every N cycles, and at the end",
+        group="metrics and resumption",
+        metavar="N",
+        at_least=1,
+    )
+    resume_from: str | None = option(
+        None,
+        f"continue from a saved state at its next cycle; {LAST!r}: the newest in the file of --metrics",
+        group="metrics and resumption",
+        metavar="STATE_ID",
+    )
+    first_cycle: int | None = option(
+        None, "the next cycle, if no metrics file tells it", group="metrics and resumption", metavar="N", at_least=0
+    )
+
+    dry_run: bool = option(False, "check everything that needs no session, then stop", group="start and clean-up")
+    journal: Path | None = option(
+        None, "file that names the session, to close it after a kill", group="start and clean-up", metavar="PATH"
+    )
+    recover: bool = option(False, "first close the session that the journal names", group="start and clean-up")
+
+
+Options = TypeVar("Options", bound=LoopOptions)
+
+
+def parse_options(kind: type[Options], arguments: Sequence[str] | None, description: str, prog: str) -> Options:
+    """Read the command line into ``kind``. A usage error or ``--help`` raises SystemExit, as argparse does."""
+    required = [entry for entry in fields(kind) if entry.default is MISSING]
+    shown = [f"{flag_of(entry.name)} {entry.metadata['metavar']}" for entry in required]
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=" ".join([prog, *shown, "[OPTIONS]"]),  # all options here would hide the error below them
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = typing.get_type_hints(kind)
+    groups: dict[str, Any] = {}
+    shared = {entry.name for entry in fields(LoopOptions)}
+    for entry in sorted(fields(kind), key=lambda entry: entry.name in shared):  # the loop's own options come first
+        title = entry.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_option(groups[title], entry, kinds[entry.name])
+    return kind(**vars(parser.parse_args(arguments)))
+
+
+def _add_option(group: Any, entry: Field[Any], kind: Any) -> None:
+    flag, about = flag_of(entry.name), entry.metadata
+    if kind is bool:
+        group.add_argument(flag, action="store_true", help=about["help"])
+        return
+    if isinstance(kind, types.UnionType):  # X | None
+        kind = next(member for member in typing.get_args(kind) if member is not type(None))
+    required = entry.default is MISSING
+    default = None if required else entry.default
+    group.add_argument(
+        flag,
+        type=kind,
+        required=required,
+        default=default,
+        choices=about["choices"],
+        metavar=about["metavar"] or (None if about["choices"] else _METAVARS[kind]),
+        help=about["help"] + ("" if default is None else f" (default: {default})"),
+    )
+
+
+def check_ranges(options: LoopOptions) -> None:
+    """Raise UsageError if an option is out of range, or lacks another one that it needs."""
+    for entry in fields(options):
+        value, least = getattr(options, entry.name), entry.metadata["at_least"]
+        if least is not None and value is not None and value < least:
+            raise UsageError(f"{flag_of(entry.name)} is {value}, expected at least {least}")
+    if not 0 < options.timeout < LONGEST_TIMEOUT_S:
+        raise UsageError(f"--timeout is {options.timeout}, expected seconds above 0 and below {LONGEST_TIMEOUT_S:g}")
+    if options.seed is not None and not 0 <= options.seed < 2**63:
+        raise UsageError(f"--seed is {options.seed}, expected 0 to 2^63 − 1")
+    if options.recover and not options.journal:
+        raise UsageError("--recover needs --journal PATH")
+
+
+def flag_of(name: str) -> str:
+    """The command-line name of an option."""
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,152 @@
+"""The data set of a loop: its sample requests, which of them a cycle takes, and with which seed.
+
+Which requests cycle c takes, and what is drawn for them, depends on the seed of the run and on c alone. So a run that
+is resumed at c continues exactly as it would have.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from whitney_loop.callables import examples_folder
+from whitney_loop.errors import OperationFailed, RequestRejected, UnexpectedResponse
+from whitney_loop.loop.files import read_text
+from whitney_loop.loop.options import UsageError
+from whitney_loop.payloads import check_sample_request
+
+REFUSED_FOR_ITS_CONTENT = (400, 413, 422)  # HTTP; others, such as 401, concern no single request
+SEED_BITS = 31  # seeds are drawn below 2**31, so that they fit into an int32
+
+
+class Request(dict[str, Any]):
+    """The payload of a ``sample``, with the file and line that it came from."""
+
+    def __init__(self, payload: Mapping[str, Any], where: str) -> None:
+        super().__init__(payload)
+        self.where = where
+
+
+def read_requests(path: Path | None, *, embedded: bool) -> list[Request]:
+    """The checked payloads of ``sample`` in a file: one, an array, or a JSONL of them.
+
+    Without a file the embedded service gets the example. Raise UsageError with the file and the line that is wrong.
+    """
+    if path is None and not embedded:
+        raise UsageError("--sample-json is required unless the embedded service is used (--local rehearses)")
+    path = path or examples_folder() / "sample.json"
+    try:
+        text = read_text(path)
+    except ValueError as error:
+        raise UsageError(f"--sample-json {error}") from None
+    requests = []
+    for where, payload in _lines(path, text) if _is_jsonl(path, text) else _entries(path, text):
+        try:
+            check_sample_request(payload)
+        except ValueError as error:
+            raise UsageError(f"--sample-json {where}: {error}{_hint_on_text(payload)}") from None
+        requests.append(Request(payload, where))
+    if not requests:
+        raise UsageError(f"--sample-json {path}: holds no request")
+    return requests
+
+
+def _is_jsonl(path: Path, text: str) -> bool:
+    """By its name; or its first line is a complete object and more follows (one object may span several lines)."""
+    first, _, rest = text.strip().partition("\n")
+    if path.suffix == ".jsonl" or not rest:
+        return path.suffix == ".jsonl"
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lines(path: Path, text: str) -> list[tuple[str, Any]]:
+    """(where, payload) of each line."""
+    lines = [(f"{path}:{number}", line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    return [(where, _parsed(line, where)) for where, line in lines]
+
+
+def _entries(path: Path, text: str) -> list[tuple[str, Any]]:
+    """(where, payload) of each entry of an array, or of the one request."""
+    read = _parsed(text, f"{path}")
+    if not isinstance(read, list):
+        return [(f"{path}", read)]
+    return [(f"{path}, entry {index} of the array (the first is 0)", payload) for index, payload in enumerate(read)]
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        raise UsageError(f"--sample-json {where}: {error.msg} at {line}column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--sample-json {where}: {error}") from None
+
+
+def _hint_on_text(request: Any) -> str:
+    """What to do if a text stands in the place of token ids; empty if none does."""
+    prompt = request.get("prompt") if isinstance(request, dict) else request
+    token_ids = prompt.get("token_ids") if isinstance(prompt, dict) else prompt
+    first = token_ids[0] if isinstance(token_ids, list) and token_ids else token_ids
+    return '; tokenize the text first: a prompt is {"token_ids": [integers]}' if isinstance(first, str) else ""
+
+
+@contextmanager
+def named_in_errors(requests: Sequence[Request]) -> Iterator[None]:
+    """Begin the message of an error in the block with the file and line of the request that it is about."""
+    try:
+        yield
+    except (RequestRejected, OperationFailed, UnexpectedResponse) as error:
+        if error.status is None or error.status in REFUSED_FOR_ITS_CONTENT:
+            request = requests[error.index or 0] if len(requests) > 1 else requests[0]
+            error.message = f"{request.where}: {error.message}"
+        raise
+    except ValueError as error:
+        raise ValueError(f"{requests[0].where}: {error}") from error
+
+
+def notes_on_groups(requests: Sequence[Request]) -> list[str]:
+    """A note to print if some prompts are sampled once only; empty if none is."""
+    single = [request.where for request in requests if request["num_samples"] == 1]
+    note = "num_samples is 1: a loss that compares the completions of a prompt, as GRPO's, skips every such group"
+    return [f"{single[0]}: {note} ({len(single)} of {len(requests)} requests)"] if single else []
+
+
+def requests_of_cycle(requests: Sequence[Request], size: int, seed: int, cycle: int) -> list[Request]:
+    """The ``size`` requests of a cycle, each with a seed; the order is shuffled anew for each pass over the data."""
+    taken = [_at(requests, seed, position) for position in range(cycle * size, (cycle + 1) * size)]
+    return [_with_seed(request, f"{seed}:{cycle}:{index}") for index, request in enumerate(taken)]
+
+
+def _at(requests: Sequence[Request], seed: int, position: int) -> Request:
+    """The request at this position of all passes, one pass after the other."""
+    epoch, index = divmod(position, len(requests))
+    return requests[_order(len(requests), f"{seed}:epoch {epoch}")[index]]
+
+
+@functools.lru_cache(maxsize=2)  # a cycle may end one pass and begin the next
+def _order(size: int, origin: str) -> list[int]:
+    return random.Random(origin).sample(range(size), size)
+
+
+def _with_seed(request: Request, origin: str) -> Request:
+    """The request with a seed derived from ``origin``, unless it has one."""
+    params = request["sampling_params"]
+    if "seed" in params:
+        return request
+    seeded = {**params, "seed": random.Random(origin).getrandbits(SEED_BITS)}
+    return Request({**request, "sampling_params": seeded}, request.where)
+
+
+def fingerprint(data: Sequence[Any]) -> str:
+    """A hash of the data set: a run can only be continued on the same one."""
+    return hashlib.sha256(json.dumps(list(data), sort_keys=True).encode()).hexdigest()[:16]

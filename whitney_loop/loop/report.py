@@ -1,0 +1,137 @@
+"""What a loop prints: progress and errors on stderr, one summary on stdout. Printing never ends a training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from whitney_loop.errors import WhitneyError, redacted
+
+
+class CallableError(Exception):
+    """The user's function raised; the cause is what it raised."""
+
+
+@dataclass
+class Summary:
+    """The facts of one training, printed as a line of JSON when it ends; ``results`` are those of the one loop."""
+
+    status: str = "failed"
+    where: str = ""  # empty: it is not known yet where to train, so there is nothing to summarise
+    base_url: str = ""
+    provider: str = ""
+    model: str = ""
+    session_id: str | None = None
+    run_id: str | None = None
+    seed: int | None = None
+    next_cycle: int | None = None
+    state_id: str | None = None
+    artifact: Any = None
+    cycles_done: int = 0
+    cycles_skipped: int = 0
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+    warnings: list[str] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+    def line(self) -> str:
+        facts = vars(self) | self.results
+        del facts["results"]
+        if self.error is None:
+            del facts["error"]
+        return redacted(json.dumps(facts))
+
+
+def say(line: str) -> None:
+    """Print one line on stderr, if that is possible. Control characters, such as a service's line breaks, are shown."""
+    _print(redacted(visible(line)), "stderr")
+
+
+def print_summary(summary: Summary) -> None:
+    """Print the summary on stdout; if that is not possible, say so on stderr."""
+    if problem := _print(summary.line(), "stdout"):
+        say(f"warning: the summary could not be written to stdout: {problem}")
+
+
+def _print(line: str, stream_name: str) -> str:
+    """Print; return why that failed, or an empty string."""
+    stream = getattr(sys, stream_name)
+    if stream is None:  # Python was started with it closed, as by 2>&-
+        return "it is closed"
+    try:
+        encoding = stream.encoding or "utf-8"
+        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except Exception as error:  # a full disk, a reader that left, a closed terminal, a stream of the user's own
+        # Python would try again to write what is left in its buffer when it exits, and end with code 120.
+        setattr(sys, stream_name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for the rest of the process
+        return f"{error}"
+    return ""
+
+
+def visible(text: str) -> str:
+    """The text with an escape such as ``\\x1b`` for each character that a terminal would obey instead of showing."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def on_a_terminal() -> bool:
+    """Whether a person may be looking at the lines of progress."""
+    try:
+        return bool(sys.stderr.isatty())
+    except (AttributeError, ValueError):  # it is closed, or a stream of the user's own
+        return False
+
+
+def formatted(metrics: Mapping[str, Any]) -> str:
+    """``name value`` pairs for a progress line, without those that are None."""
+    shown = {
+        name: f"{value:.4g}" if isinstance(value, float) else str(value)
+        for name, value in metrics.items()
+        if value is not None
+    }
+    return "  ".join(" ".join(f"{name} {text}".split()) for name, text in shown.items())
+
+
+def show_error(error: BaseException) -> str:
+    """Say what ended the loop; return it in one line. Only the user's code and defects get a traceback."""
+    cause = error.__cause__
+    expected = isinstance(error, (WhitneyError, ValueError, CallableError))
+    if isinstance(error, CallableError) and cause is not None:
+        own = cause.__traceback__.tb_next if cause.__traceback__ else None  # without this package's own frame
+        _say_traceback(cause.with_traceback(own))
+    elif not expected:
+        _say_traceback(error)
+    message = redacted(f"{error}" if expected else repr(error))
+    say(f"error: {message}")
+    return message
+
+
+def _say_traceback(error: BaseException) -> None:
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        say(line)
+
+
+@contextlib.contextmanager
+def log_on_stderr() -> Iterator[None]:
+    """Show the package's log, such as retries and ids that may be open, whatever the user's module does to logging."""
+    log, handler = logging.getLogger("whitney_loop"), _Said(logging.WARNING)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            say(self.format(record))

@@ -1,0 +1,235 @@
+"""Opening and ending a training: everything that is created is closed, on every exit, and the summary says how it went.
+
+Exit codes: 0 trained; 1 failed, or every cycle was skipped; 2 usage; 130 Ctrl-C; 143 SIGTERM; 129 SIGHUP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NoReturn
+
+import whitney_loop
+from whitney_loop.build_loss import LoopContext
+from whitney_loop.errors import keep_out_of_errors
+from whitney_loop.lifecycle import lora_run, stop_waiting, training_session
+from whitney_loop.loop.history import History, open_history
+from whitney_loop.loop.journal import check_journal, kept_journal, recover_session
+from whitney_loop.loop.options import LoopOptions, Options, UsageError, check_ranges
+from whitney_loop.loop.place import EMBEDDED_MODEL, Place, is_embedded, open_place
+from whitney_loop.loop.prompts import SEED_BITS
+from whitney_loop.loop.report import CallableError, Summary, log_on_stderr, print_summary, say, show_error
+from whitney_loop.loop.signals import EndedBySignal, handle_signals, ignore_signals, restore_default_signals
+from whitney_loop.loop.training import Training
+from whitney_loop.loop.warnings import Warnings
+from whitney_loop.payloads import adamw_optimizer
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a loop will do, found and checked before anything is created."""
+
+    cycles: range
+    operations: Sequence[str]  # that the service must offer
+    data: Mapping[str, Any]  # facts of the data set, kept in the metrics file; data_sha256 must stay on a resumption
+    train: Callable[[Training], None]
+    requests: Sequence[Mapping[str, Any]] = field(default_factory=list)  # that will be sampled
+    loss_function: str | None = None  # if it is known beforehand
+    notes: Sequence[str] = ()  # to be printed before the training
+
+
+def run_training(options: Options, prepare: Callable[[Options, int], Work]) -> int:
+    """Train as the options say, clean up on every exit, print the summary and return the exit code.
+
+    ``prepare`` gets the settled options (with a seed and a model) and the number of the first cycle; it checks what the
+    user gave and raises UsageError. This is the last thing that a process does: afterwards signals have their default
+    actions.
+    """
+    keep_out_of_errors(os.environ.get("WHITNEY_API_KEY", ""))  # errors may come before there is a client
+    summary = Summary()
+    with log_on_stderr():
+        try:
+            try:
+                handle_signals()
+                _prepare_and_train(options, prepare, summary)
+            finally:
+                ignore_signals()
+            code = _judge(summary)
+        except UsageError as error:
+            for line in f"error: {error}".splitlines():  # an error at import comes with its traceback
+                say(line)
+            code = 2
+        except BaseException as error:  # also one that is no Exception, such as asyncio.CancelledError
+            code = _report_end(error, summary)
+    if summary.where and code != 2:
+        print_summary(summary)
+    restore_default_signals()
+    return code
+
+
+def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work], summary: Summary) -> None:
+    check_ranges(options)
+    with open_history(options) as history:
+        options = _with_absolute_paths(options)
+        seed_is_drawn = options.seed is None and not history.configs
+        options = _settled(options, history)
+        work = prepare(options, history.first_cycle)
+        config = _config(options, work)
+        history.require_same(config)
+        with open_place(options) as place:
+            say(f"training on {place.description}")
+            if seed_is_drawn:
+                say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
+            warnings = Warnings(summary.warnings)
+            warnings.learning_rate(options.learning_rate, embedded=place.embedded)
+            warnings.sampling(work.requests, work.loss_function)
+            for note in [*work.notes, *_start_notes(history, config)]:
+                say(note)
+            operations = [*work.operations, *(["save_state"] if options.save_every else [])]
+            place.client.require_operations(options.provider, operations)
+            journal_note = check_journal(options.journal, recover=options.recover)
+            if options.dry_run:
+                say(f"{journal_note}; the service takes the key and offers {', '.join(operations)}")
+                say("dry run: everything that needs no session was checked; none was created")
+                return
+            summary.where = "the embedded service" if place.embedded else "the service of the base URL"
+            summary.base_url, summary.provider = place.client.base_url, options.provider
+            summary.model, summary.seed = options.model or "", options.seed
+            history.claim()
+            if options.journal and options.journal.exists():
+                say(recover_session(options.journal, place.client))
+            try:
+                _open_and_train(options, work, history, place, summary)
+            except BaseException:
+                say_how_to_resume(options, summary, work.cycles.stop)
+                raise
+            finally:
+                summary.operations = dict(place.client.accepted)
+
+
+def _open_and_train(options: LoopOptions, work: Work, history: History, place: Place, summary: Summary) -> None:
+    """Open a session and a run in it, train, and close both."""
+    client, provider, model = place.client, options.provider, options.model or EMBEDDED_MODEL
+    with (
+        kept_journal(options.journal, place, provider) as journal,
+        training_session(client, provider=provider, idempotency_key=journal.session_key) as session_id,
+    ):
+        summary.session_id = session_id
+        journal.note_session(session_id)
+        new_run = lora_run(
+            client, session_id, model=model, rank=options.lora_rank, seed=options.seed, resume_from=history.state_id
+        )
+        with new_run as run_id, contextlib.ExitStack() as resources:
+            summary.run_id = run_id
+            if note := client.run(run_id).get("note"):
+                say(f"{note}")
+            started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            where = {"where": summary.where, "base_url": summary.base_url, "session_id": session_id, "run_id": run_id}
+            history.begin(_config(options, work) | where | {"first_cycle": work.cycles.start, "started": started})
+            ctx = LoopContext(client, run_id, "", provider, session_id, model, resources=resources)
+            training, process = Training(options, ctx, work.cycles, history, summary), os.getpid()
+            try:
+                work.train(training)
+            except BaseException as error:
+                if os.getpid() != process:
+                    _end_forked_process(error)
+                try:
+                    if isinstance(error, EndedBySignal):
+                        say(f"{error}: closing what is open; one more stops the waiting")
+                    training.save_before_end()
+                except KeyboardInterrupt:
+                    stop_waiting(error)
+                raise
+
+
+def _with_absolute_paths(options: Options) -> Options:
+    """The user's module may change the current folder."""
+    paths = {name: getattr(options, name) for name in ("metrics", "journal", "storage")}
+    return replace(options, **{name: path.absolute() for name, path in paths.items() if path})
+
+
+def _settled(options: Options, history: History) -> Options:
+    """The options with all that follows from the environment, from the run to resume, or from chance."""
+    embedded = is_embedded(options)
+    if not options.model and not embedded:
+        raise UsageError("--model is required unless the embedded service is used (--local rehearses)")
+    seed = options.seed
+    if seed is None and history.configs:
+        seed = history.configs[0].get("seed")
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(SEED_BITS)
+    return replace(options, local=embedded, model=options.model or EMBEDDED_MODEL, seed=seed)
+
+
+def _config(options: LoopOptions, work: Work) -> dict[str, Any]:
+    """What the metrics file keeps of a start: the options, and the facts of the data set."""
+    try:
+        optimizer = adamw_optimizer(options.learning_rate)
+    except ValueError as error:
+        raise UsageError(f"--learning-rate: {error}") from None
+    version = {"whitney_loop": whitney_loop.__version__}
+    return asdict(options) | {"optimizer": optimizer} | version | dict(work.data)
+
+
+def _start_notes(history: History, config: Mapping[str, Any]) -> list[str]:
+    notes = []
+    if history.state_id:
+        notes.append(f"resuming from {history.state_id} at cycle {history.first_cycle}")
+    if changes := history.changes(config):
+        notes.append(f"from here on with other options than before: {changes}")
+    if history.superseded:
+        notes.append(f"what {history.path} holds after that state is moved to {history.path}.superseded")
+    return notes
+
+
+def _end_forked_process(error: BaseException) -> NoReturn:
+    """End this process: the user's code forked it and then left it by ``error``. What is open is its parent's."""
+    cause = error.__cause__ if isinstance(error, CallableError) else error
+    code = 1
+    if isinstance(cause, SystemExit):
+        code = cause.code if isinstance(cause.code, int) else int(cause.code is not None)
+    else:
+        show_error(error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def say_how_to_resume(options: LoopOptions, summary: Summary, end: int) -> None:
+    """Print the options that continue a training which ended early."""
+    state_id, cycle = summary.state_id, summary.next_cycle
+    if state_id and cycle is not None and cycle < end:
+        known = "" if options.metrics else f" --first-cycle {cycle} --seed {options.seed}"
+        left = f" --cycles {end - cycle}" if hasattr(options, "cycles") else ""
+        say(f"to resume at cycle {cycle}, the same command with: --resume-from {state_id}{known}{left}")
+    elif summary.session_id and not state_id:
+        say("no state was saved, so there is none to resume from (--save-every N saves them on the way)")
+
+
+def _judge(summary: Summary) -> int:
+    """The exit code of a training that ended by itself, or of a dry run."""
+    if summary.cycles_skipped and not summary.cycles_done:
+        summary.error = "every cycle was skipped: no build_loss found a gradient signal"
+        say(f"error: {summary.error}")
+        return 1
+    summary.status = "succeeded"
+    return 0
+
+
+def _report_end(error: BaseException, summary: Summary) -> int:
+    """Say what ended the loop, on stderr and in the summary; return the exit code."""
+    if not isinstance(error, KeyboardInterrupt):
+        summary.error = show_error(error)
+        return 1
+    end = error if isinstance(error, EndedBySignal) else EndedBySignal(signal.SIGINT)
+    summary.status = f"ended by {end}"
+    gone = summary.where == "the embedded service"
+    say(f"ended by {end}" + (", and with it the embedded service and all that was open on it" if gone else ""))
+    return 128 + end.number

@@ -1,0 +1,63 @@
+"""Ctrl-C, SIGTERM and SIGHUP end a loop by an exception, so that what it opened is closed.
+
+A process has one handler for each signal, so it runs one loop at a time, and what came is kept here, in the module.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+_handled: list[int] = []  # the signals that end this process's loop
+_received: list[int] = []  # in their order
+
+
+class EndedBySignal(KeyboardInterrupt):
+    """A signal ends the loop. It is a KeyboardInterrupt, so that ``except Exception`` lets it pass."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return "Ctrl-C" if self.number == signal.SIGINT else signal.Signals(self.number).name
+
+
+def handle_signals() -> None:
+    """From now on a signal raises EndedBySignal in the main thread. One that is ignored, as under nohup, stays so."""
+    _received.clear()
+    _handled[:] = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    _set(_raise)
+
+
+def ignore_signals() -> None:
+    """From now on a signal does nothing: all is closed, or reported as open, and the summary is to be printed."""
+    _set(signal.SIG_IGN)
+
+
+def restore_default_signals() -> None:
+    """From now on a signal ends the process at once, even if threads of the user's code never end."""
+    _set(signal.SIG_DFL)
+
+
+def raise_if_signalled() -> None:
+    """Raise EndedBySignal if a signal came whose exception was swallowed, by a bare ``except:`` or a finalizer."""
+    if _received:
+        raise EndedBySignal(_received[0])
+
+
+def _set(handler: object) -> None:
+    for number in _handled:
+        signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def _raise(number: int, _: object) -> None:
+    _received.append(number)
+    raise EndedBySignal(number)
+
+
+if hasattr(os, "register_at_fork"):
+    # A worker that the user's code forks must end when it is told to, and print no traceback.
+    os.register_at_fork(after_in_child=restore_default_signals)

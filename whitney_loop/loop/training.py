@@ -1,0 +1,167 @@
+"""An open run, as a loop trains it: its cycles, and what is kept of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from whitney_loop.build_loss import LoopContext
+from whitney_loop.lifecycle import lora_run
+from whitney_loop.loop.finite import is_not_finite, not_finite, reported_loss
+from whitney_loop.loop.history import History
+from whitney_loop.loop.metrics import Payload
+from whitney_loop.loop.options import LoopOptions
+from whitney_loop.loop.report import Summary, formatted, on_a_terminal, say
+from whitney_loop.loop.signals import raise_if_signalled
+from whitney_loop.loop.warnings import Warnings
+from whitney_loop.payloads import adamw_optimizer
+
+# For the state that is saved before an early end. A supervisor such as "docker stop" kills after 10 s, and cancelling
+# and closing come after it.
+LAST_SAVE_S = 5.0
+
+
+class Training:
+    """What a loop's ``train`` gets: the client and the run to call, and the places to report to."""
+
+    def __init__(
+        self, options: LoopOptions, ctx: LoopContext, cycles: range, history: History, summary: Summary
+    ) -> None:
+        self.client = ctx.client
+        self.run_id = ctx.run_id
+        self.ctx = ctx
+        self.seed = options.seed or 0
+        self.optimizer = adamw_optimizer(options.learning_rate)
+        self.end = cycles.stop
+        self.summary = summary
+        self.warnings = Warnings(summary.warnings)
+        self._lora_rank = options.lora_rank
+        self._cycles = cycles
+        self._save_every = options.save_every
+        self._history = history
+        self._started = self._cycle_started = time.monotonic()
+        self._next_cycle = cycles.start  # after the last whole cycle
+        self._whole_steps = 0  # optimizer steps that the service had accepted by the end of that cycle
+
+    def cycles(self) -> Iterator[int]:
+        """The numbers of the cycles to train, from the first or from the resumed one."""
+        for cycle in self._cycles:
+            raise_if_signalled()
+            self._cycle_started = time.monotonic()
+            yield cycle
+
+    def open_second_run(self, state_id: str | None) -> str:
+        """Start a run beside the trained one, from a saved state or anew; it ends with this training. Return its id."""
+        ctx = self.ctx
+        new_run = lora_run(
+            ctx.client, ctx.session_id, model=ctx.model, rank=self._lora_rank, seed=self.seed, resume_from=state_id
+        )
+        return ctx.resources.enter_context(new_run)
+
+    def record(self, entry: Mapping[str, Any], line: str) -> None:
+        """Keep the metrics of a cycle, and print its line of progress.
+
+        ``entry["cycle"]`` is its number; with ``entry["skipped"]`` it counts as one without an optimizer step.
+        """
+        self.summary.cycles_skipped += "skipped" in entry
+        self.summary.cycles_done += "skipped" not in entry
+        self._next_cycle, self._whole_steps = entry["cycle"] + 1, self.client.accepted["optim_step"]
+        self._history.write(entry)
+        if on_a_terminal():
+            done = entry["cycle"] + 1 - self._cycles.start
+            line += "  " + rate_and_time_left(time.monotonic() - self._started, done, self.end - 1 - entry["cycle"])
+        say(line)
+        if self._history.state_id and entry["cycle"] == self._cycles.start:
+            self.warnings.lost_state(sorted(map(str, self.ctx.state)))
+
+    def require_finite(self, cycle: int, payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if a result of ``forward_backward`` holds a number that is NaN or infinite.
+
+        Call it before ``optim_step``, which would put that number into the weights.
+        """
+        for name, reported in (("loss", reported_loss(results[0])), ("outputs", results[0].get("outputs"))):
+            self._note_unreported(name, reported)
+        if found := not_finite(payloads, results):
+            raise ValueError(
+                f"forward_backward of cycle {cycle}: {found}, so no optim_step was made. {self._last_good_state()}"
+            )
+
+    def require_finite_step(self, cycle: int, step: Mapping[str, Any]) -> None:
+        """Raise ValueError if the gradient's norm, in the result of ``optim_step``, is NaN or infinite."""
+        norm = step.get("grad_norm")
+        self._note_unreported("grad_norm", norm)
+        if is_not_finite(norm):
+            raise ValueError(
+                f"optim_step of cycle {cycle}: grad_norm is {norm}: its weights are useless. {self._last_good_state()}"
+            )
+
+    def _note_unreported(self, name: str, value: object) -> None:
+        if value is None:
+            self.warnings.once(f"no_{name}", f"the service reports no {name}, so it is neither checked nor kept")
+
+    def _last_good_state(self) -> str:
+        state_id = self.summary.state_id or self._history.state_id
+        return f"The last good state is {state_id}" if state_id else "No state was saved before it"
+
+    def record_step(self, shown: Mapping[str, Any], step: Mapping[str, Any], tokens: int) -> None:
+        """Record a cycle of one ``optim_step``, whose result is ``step``, on so many tokens.
+
+        ``shown`` are its number and the metrics for the line of progress; the gradient's norm and the time are added.
+        """
+        self.require_finite_step(shown["cycle"], step)
+        seconds = time.monotonic() - self._cycle_started
+        rest = {"optim/grad_norm": step.get("grad_norm"), "tokens": tokens, "time/total": seconds}
+        self.summary.tokens_trained += tokens
+        self.record({**shown, **rest}, f"{formatted(shown)}  tokens {tokens}  {seconds:.2f} s")
+
+    def saves_after(self, cycle: int) -> bool:
+        """Whether ``--save-every`` asks for a state after this cycle; after the last one a state is saved anyway."""
+        return bool(self._save_every) and (cycle + 1) % (self._save_every or 1) == 0 and cycle + 1 < self.end
+
+    def saved(self, result: Mapping[str, Any], *, next_cycle: int) -> None:
+        """Keep the state that ``save_state`` gave, from which ``next_cycle`` can be trained."""
+        state_id = result.get("state_id")
+        if state_id is None:
+            say("warning: save_state gave no state_id: this run cannot be resumed")
+            return
+        self.summary.state_id, self.summary.next_cycle = state_id, next_cycle
+        self._history.write({"state_id": state_id, "next_cycle": next_cycle})
+        if next_cycle < self.end:
+            say(f"saved {state_id}: the next cycle is {next_cycle}")
+
+    def save_before_end(self) -> None:
+        """Save the weights of the last whole cycle, if the run still has them and no state does.
+
+        Only a signal's KeyboardInterrupt comes out.
+        """
+        cycle = self._next_cycle
+        if cycle in (self._cycles.start, self.summary.next_cycle):
+            return
+        if self.client.accepted["optim_step"] != self._whole_steps:
+            say(f"no state is saved: cycle {cycle} has made an optimizer step, and a state is of whole cycles")
+            return
+        try:
+            result = self.client.run_operation(self.run_id, "save_state", {}, timeout_s=LAST_SAVE_S)
+        except BaseException as error:
+            say(f"no state is saved: {error}")
+            if isinstance(error, Exception):
+                return
+            raise
+        try:
+            self.saved(result, next_cycle=cycle)
+        except ValueError as error:
+            say(f"warning: {error}. To resume, give another --metrics, and --first-cycle {cycle} --seed {self.seed}")
+
+    def exported(self, result: Mapping[str, Any]) -> None:
+        """Keep where ``export_lora`` put the adapter."""
+        self.summary.artifact = dict(result)
+
+
+def rate_and_time_left(seconds: float, done: int, left: int) -> str:
+    """How fast cycles go, and how long the remaining ones will take at that rate."""
+    each = seconds / done
+    rate = f"{each:.1f} s/cycle" if each >= 1 else f"{1 / max(each, 1e-9):.1f} cycles/s"
+    minutes, rest = divmod(round(each * left), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{rate}  {hours}:{minutes:02}:{rest:02} left"

@@ -1,0 +1,167 @@
+"""The user's function: how it is found, called for each request or once for all, and how its result is checked."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from whitney_loop.build_loss import LoopContext, NoGradientSignal
+from whitney_loop.callables import callable_of, load_module
+from whitney_loop.loop.metrics import Payload
+from whitney_loop.loop.options import UsageError
+from whitney_loop.loop.report import CallableError
+from whitney_loop.loop.signals import raise_if_signalled
+from whitney_loop.losses import require_advertised_loss
+from whitney_loop.payloads import check_payload
+
+BATCH_NAME = "build_batch_loss"
+# With these losses the gradient is 0 if every advantage is; dro pulls towards the sampler all the same.
+ZERO_GRADIENT_WITHOUT_ADVANTAGE = frozenset({"importance_sampling", "ppo", "cispo", "gspo", "dppo"})
+
+
+@dataclass(frozen=True)
+class UserLoss:
+    """What ``--build-loss`` names."""
+
+    build_loss: Callable[..., Any]
+    build_batch_loss: Callable[..., Any] | None  # if the module has one, it is called instead
+    loss_function: str | None  # the module's LOSS_FUNCTION
+    operations: tuple[str, ...]  # the module's OPERATIONS, which it uses beside the loop's own
+
+
+@dataclass
+class Built:
+    """What a cycle trains on."""
+
+    payload: Payload | None  # None: no group has a gradient signal
+    skip_reason: str = ""
+    metrics: list[object] = field(default_factory=list)  # ctx.metrics as each call left it
+    uniform_groups: int | None = None  # groups that were left out; None if only build_batch_loss knows
+
+
+def load_user_loss(spec: str, provider: str) -> UserLoss:
+    """Load the callable that ``MODULE:CALLABLE`` names. Raise UsageError if it cannot be used with ``provider``.
+
+    If its module has ``LOSS_FUNCTION``, the provider must have that loss; if it has ``OPERATIONS``, the service must
+    offer them. Otherwise no session is created.
+    """
+    try:
+        module, name = load_module(spec, "--build-loss")
+        build_loss = callable_of(module, name, "--build-loss")
+        _require_parameters(build_loss, name, ("sample", "cycle", "request", "ctx"))
+        batch = callable_of(module, BATCH_NAME, "--build-loss") if hasattr(module, BATCH_NAME) else None
+        if batch is not None:
+            _require_parameters(batch, BATCH_NAME, ("samples", "cycle", "requests", "ctx"))
+    except ValueError as error:
+        raise UsageError(f"{error}") from None
+    loss_function = getattr(module, "LOSS_FUNCTION", None)
+    if loss_function is not None:
+        try:
+            require_advertised_loss(provider, loss_function)
+        except ValueError as error:
+            raise UsageError(f"--build-loss: {module.__name__}.LOSS_FUNCTION: {error}") from None
+    operations = getattr(module, "OPERATIONS", ())
+    if not isinstance(operations, (tuple, list)) or not all(isinstance(kind, str) for kind in operations):
+        raise UsageError(f"--build-loss: {module.__name__}.OPERATIONS is {operations!r}, expected a tuple of names")
+    return UserLoss(build_loss, batch, loss_function, tuple(operations))
+
+
+def _require_parameters(function: Callable[..., Any], name: str, arguments: Sequence[str]) -> None:
+    """Raise ValueError if the function cannot be called with these positional arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of something that is not written in Python: its first call will show
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ValueError(
+            f"--build-loss: {name}{signature} cannot be called with four arguments: ({', '.join(arguments)})"
+        ) from None
+
+
+def build(loss: UserLoss, samples: list[Payload], cycle: int, requests: Sequence[Payload], ctx: LoopContext) -> Built:
+    """One payload for the cycle: from ``build_batch_loss``, or from one call of ``build_loss`` for each request."""
+    if loss.build_batch_loss is not None:
+        return _build_together(loss.build_batch_loss, samples, cycle, requests, ctx)
+    built = Built(None, uniform_groups=0)
+    payloads: list[tuple[str, Payload]] = []
+    for index, (sample, request) in enumerate(zip(samples, requests, strict=True)):
+        where = f"in cycle {cycle}" + (f" for request {index} of {len(requests)}" if len(requests) > 1 else "")
+        try:
+            payloads.append((where, _call("build_loss", loss.build_loss, sample, cycle, request, ctx, where)))
+        except NoGradientSignal as reason:
+            built.uniform_groups = (built.uniform_groups or 0) + 1
+            built.skip_reason = built.skip_reason or f"{reason}"
+        built.metrics.append(ctx.metrics)
+    if payloads:
+        built.payload = _joined(payloads)
+    elif len(requests) > 1:
+        built.skip_reason = f"none of {len(requests)} groups has a signal; the first: {built.skip_reason}"
+    return built
+
+
+def _build_together(
+    function: Callable[..., Any], samples: list[Payload], cycle: int, requests: Sequence[Payload], ctx: LoopContext
+) -> Built:
+    try:
+        payload = _call(BATCH_NAME, function, samples, cycle, requests, ctx, f"in cycle {cycle}")
+    except NoGradientSignal as reason:
+        return Built(None, f"{reason}", [ctx.metrics])
+    return Built(payload, metrics=[ctx.metrics])
+
+
+def _call(
+    name: str, function: Callable[..., Any], sampled: Any, cycle: int, asked: Any, ctx: LoopContext, where: str
+) -> Payload:
+    """The payload of the user's function, checked: one that the provider would refuse is not sent."""
+    ctx.metrics = {}
+    try:
+        payload: Payload = function(sampled, cycle, copy.deepcopy(asked), ctx)
+    except (NoGradientSignal, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # else a sys.exit() of the user's would end a failed loop with 0
+        raise CallableError(f"{name} raised {type(error).__name__} {where}: {error}") from error
+    raise_if_signalled()  # a bare ``except:`` of the user's may have caught the exception of a Ctrl-C
+    if payload is None:
+        raise ValueError(
+            f"{name} returned None {where} (is its return missing?): return a payload, or raise NoGradientSignal to "
+            "skip the step"
+        )
+    if isinstance(payload, dict) and payload.get("data") == []:
+        raise ValueError(f"{name} returned no data {where}: if nothing is left to train on, raise NoGradientSignal")
+    try:
+        check_payload(payload, ctx.provider)
+    except ValueError as error:
+        raise ValueError(f"{name} returned, {where}, what {ctx.provider} would refuse: {error}") from None
+    if not has_signal(payload):
+        raise NoGradientSignal("every advantage is 0")
+    return payload
+
+
+def has_signal(payload: Payload) -> bool:
+    """False if the gradient is 0 whatever the weights are: a step would only be billed, and decay the weights."""
+    if payload["loss_function"] not in ZERO_GRADIENT_WITHOUT_ADVANTAGE:
+        return True
+    tensors = [datum["loss_inputs"] for datum in payload["data"]]
+    return any(
+        weight and advantage
+        for datum in tensors
+        for weight, advantage in zip(datum["weights"]["values"], datum["advantages"]["values"], strict=True)
+    )
+
+
+def _joined(payloads: list[tuple[str, Payload]]) -> Payload:
+    """The data of all payloads in one. Raise ValueError if they differ in the loss: one operation computes one."""
+    (first_where, first), *others = payloads
+    for where, payload in others:
+        for name in ("loss_function", "loss_config"):
+            if payload[name] != first[name]:
+                raise ValueError(
+                    f"build_loss returned {name} {first[name]!r} {first_where}, but {payload[name]!r} {where}: the "
+                    "data of a cycle go into one forward_backward, so return the same for every request"
+                )
+    return first | {"data": [datum for _, payload in payloads for datum in payload["data"]]}

@@ -1,0 +1,3 @@
+"""The version of this package, read by its build too."""
+
+__version__ = "0.1.0"
