@@ -139,8 +139,8 @@ def _close(entry: Entry, client: WhitneyClient) -> str:
     except RequestRejected as error:
         if error.status not in wire.GONE:
             raise
-        return "the service no longer knows this session"
-    return f"session {session_id} is closed; cancelled: {', '.join(cancelled) or 'no run'}"
+        return "the service no longer knows it"
+    return f"closed; runs cancelled: {', '.join(cancelled) or 'none'}"
 
 
 def _created(path: Path) -> IO[bytes]:
