@@ -54,6 +54,16 @@ def test_where_no_connection_was_made_nothing_was_sent_and_the_run_goes_on(pause
         step(client)
 
 
+def test_a_forked_process_cannot_operate_the_run_of_its_parent(monkeypatch):
+    with ScriptedServer(run(), operation()) as server:
+        client = client_of(server)
+        step(client)
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(RunBroken, match="this process was forked from the one that operates run-1") as refused:
+            step(client)
+    assert refused.value.outcome == "not_sent" and len(server.requests) == 2
+
+
 def test_a_refused_operation_takes_no_number():
     with ScriptedServer(run(next_seq_id=5), refusal(422, "invalid_payload"), operation(seq_id=5)) as server:
         client = client_of(server)

@@ -146,4 +146,4 @@ class OperationTimeout(WhitneyError):
 
 
 class RunBroken(WhitneyError):
-    """An earlier operation of this run has an unknown outcome, so no later one may follow it. Nothing was sent."""
+    """Not sent: the outcome of an earlier operation of this run is unknown, or this process was forked from its own."""

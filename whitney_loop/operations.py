@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 import weakref
@@ -63,6 +64,7 @@ class PendingOperation:
 class _Order:
     """The client's half of a run's order."""
 
+    process: int = field(default_factory=os.getpid)  # one that it forks does not see which seq_ids are taken later
     lock: threading.Lock = field(default_factory=threading.Lock)
     next_seq_id: int | None = None  # None: the service was not asked yet
     # The newest operations. Weak: a result that nobody can ask for any more need not be fetched, nor kept.
@@ -99,6 +101,12 @@ class Operations:
         serialised = as_json(payload, kind)
         with self._lock:
             order = self._orders.setdefault(run_id, _Order())
+        if order.process != os.getpid():
+            raise RunBroken(
+                f"{kind} is not sent: this process was forked from the one that operates {run_id}, and only that one "
+                "keeps its order. Open a run of its own here, or return the data to that process",
+                outcome="not_sent",
+            )
         with order.lock:
             if order.broken:
                 raise RunBroken(
@@ -116,13 +124,13 @@ class Operations:
                 answer = self._transport.exchange("POST", path, body, budget_s=budget_s, seq_id=seq_id)
                 pending = PendingOperation(run_id, kind, seq_id, path, answer, self._wait)
                 _require_operation(answer, pending)
+                with self._lock:
+                    self.accepted[kind] += 1
                 order.next_seq_id = seq_id + 1
             except BaseException as error:  # a Ctrl-C too leaves the outcome unknown
                 order.broken = _why_broken(error, kind, seq_id)
                 raise
             order.recent.append(weakref.ref(pending))
-            with self._lock:
-                self.accepted[kind] += 1
         return pending
 
     def _next_seq_id(self, run_id: str) -> int:

@@ -132,11 +132,15 @@ def forks(leave, sample, cycle, request, ctx):
     child = os.fork()
     if child == 0:
         leave()
+        return build_loss(sample, cycle, request, ctx)
     ctx.metrics["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return build_loss(sample, cycle, request, ctx)
 
 def fails_in_a_child(*arguments):
     return forks(lambda: [][0], *arguments)
+
+def goes_on_in_a_child(*arguments):
+    return forks(lambda: None, *arguments)
 
 def exits_in_a_child(*arguments):
     return forks(lambda: sys.exit(3), *arguments)
@@ -150,6 +154,7 @@ def exits_in_a_child(*arguments):
         ("grades_in_a_pool", "graded 2"),
         ("fails_in_a_child", "child 1"),
         ("exits_in_a_child", "child 3"),
+        ("goes_on_in_a_child", "child 1"),
     ],
 )
 def test_a_process_that_the_users_code_forks_ends_by_itself_and_the_loop_goes_on(
