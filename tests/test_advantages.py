@@ -112,7 +112,7 @@ def test_kl_adjust_subtracts_the_immediate_term():
 
 
 def test_kl_adjust_refuses_lengths_that_do_not_match_and_the_leading_none_of_a_logprobs_result():
-    with pytest.raises(ValueError, match="advantages has 1 entries, sampled_logprobs 2 and reference_logprobs 2"):
+    with pytest.raises(ValueError, match="advantages has 1 entries, sampled_logprobs has 2 .*reference_logprobs has 2"):
         kl_adjust_advantages([1], [-1, -1], [-1, -1], kl_coef=0.1)
     with pytest.raises(ValueError, match=r"reference_logprobs\[0\] is None"):
         kl_adjust_advantages([1, 1], [-1, -1], [None, -1], kl_coef=0.1)
@@ -170,7 +170,7 @@ def test_with_gamma_and_lambda_one_the_returns_are_the_rewards_to_come():
 
 
 def test_generalized_advantages_refuse_what_does_not_fit():
-    with pytest.raises(ValueError, match="rewards has 1 entries and values 2"):
+    with pytest.raises(ValueError, match="rewards has 1 entries, values has 2"):
         generalized_advantages([1], [1, 2], gamma=1, gae_lambda=1)
     with pytest.raises(ValueError, match="gae_lambda is 1.5"):
         generalized_advantages([1], [1], gamma=1, gae_lambda=1.5)
@@ -180,7 +180,7 @@ def test_generalized_advantages_refuse_what_does_not_fit():
 
 def test_kl_shaped_returns_carry_the_penalty_of_all_later_tokens():
     assert kl_shaped_returns(1, [-1.0, -2.0, -3.0], [-1.5, -2.0, -1.0], kl_coef=0.5) == [1.75, 2.0, 2.0]
-    with pytest.raises(ValueError, match="sampled_logprobs has 1 entries and reference_logprobs 2"):
+    with pytest.raises(ValueError, match="sampled_logprobs has 1 entries, reference_logprobs has 2"):
         kl_shaped_returns(1, [-1], [-1, -1], kl_coef=0.5)
 
 

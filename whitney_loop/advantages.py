@@ -12,10 +12,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-_ROUNDING = 1e-12  # numbers that differ by less, absolutely or relative to the largest, count as equal
-_LOGPROB_ROUNDING = 1e-3  # rounding may leave a logprob this much above 0
-_LEAST_DEVIATION = 1e-6  # dividing by less would turn rounding errors into advantages
-
 
 def group_mean_advantages(rewards: Iterable[float], *, normalize_std: bool = False) -> list[float]:
     """Return reward minus the mean of its group, one advantage per reward.
@@ -25,16 +21,12 @@ def group_mean_advantages(rewards: Iterable[float], *, normalize_std: bool = Fal
     not finite. Source: GRPO, arXiv 2402.03300; Whitney, "Advantage helpers".
     """
     rewards = _group(rewards)
+    if normalize_std:
+        return batch_normalize([rewards])[0]
     if _all_equal(rewards):
         return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
-    centered = _finite([reward - mean for reward in rewards])
-    if not normalize_std:
-        return centered
-    [deviation] = _finite([(sum(value * value for value in centered) / len(centered)) ** 0.5])
-    if deviation < _LEAST_DEVIATION:
-        return centered
-    return [value / deviation for value in centered]
+    return _finite([reward - mean for reward in rewards])
 
 
 def all_zero(advantages: Iterable[float]) -> bool:
@@ -81,18 +73,13 @@ def kl_adjust_advantages(
 
     All three have one entry per completion token; logprobs in nats. Raise ValueError if lengths differ, and with the
     position if a number is not finite (a ``logprobs`` result starts with None: take ``completion_logprobs`` of it) or a
-    logprob is above 0 by more than rounding.
-    Source: Whitney, "Advantage helpers".
+    logprob is above 0 by more than rounding. Source: Whitney, "Advantage helpers".
     """
     coefficient = _number(kl_coef, "kl_coef")
     plain = _numbers(advantages, "advantages")
     sampled = _logprobs(sampled_logprobs, "sampled_logprobs")
     reference = _logprobs(reference_logprobs, "reference_logprobs")
-    if not len(plain) == len(sampled) == len(reference):
-        raise ValueError(
-            f"advantages has {len(plain)} entries, sampled_logprobs {len(sampled)} and reference_logprobs "
-            f"{len(reference)}; expected one each per completion token"
-        )
+    _require_one_length(advantages=plain, sampled_logprobs=sampled, reference_logprobs=reference)
     return _finite([a - coefficient * (q - p_ref) for a, q, p_ref in zip(plain, sampled, reference, strict=True)])
 
 
@@ -131,8 +118,7 @@ def generalized_advantages(
     if not (0 <= discount <= 1 and 0 <= trace <= 1):
         raise ValueError(f"gamma is {gamma!r} and gae_lambda is {gae_lambda!r}, expected both between 0 and 1")
     r, v = _numbers(rewards, "rewards"), _numbers(values, "values")
-    if len(r) != len(v):
-        raise ValueError(f"rewards has {len(r)} entries and values {len(v)}; expected one each per token")
+    _require_one_length(rewards=r, values=v)
     advantages = [0.0] * len(r)
     next_value = next_advantage = 0.0
     for t in reversed(range(len(r))):
@@ -143,11 +129,7 @@ def generalized_advantages(
 
 
 def kl_shaped_returns(
-    reward: float,
-    sampled_logprobs: Iterable[float],
-    reference_logprobs: Iterable[float],
-    *,
-    kl_coef: float,
+    reward: float, sampled_logprobs: Iterable[float], reference_logprobs: Iterable[float], *, kl_coef: float
 ) -> list[float]:
     """Return, per token, reward − kl_coef · Σ over this and all later tokens of (sampled − reference logprob).
 
@@ -159,11 +141,7 @@ def kl_shaped_returns(
     total, coefficient = _number(reward, "reward"), _number(kl_coef, "kl_coef")
     sampled = _logprobs(sampled_logprobs, "sampled_logprobs")
     reference = _logprobs(reference_logprobs, "reference_logprobs")
-    if len(sampled) != len(reference):
-        raise ValueError(
-            f"sampled_logprobs has {len(sampled)} entries and reference_logprobs {len(reference)}; "
-            "expected one each per completion token"
-        )
+    _require_one_length(sampled_logprobs=sampled, reference_logprobs=reference)
     returns = [0.0] * len(sampled)
     for t in reversed(range(len(sampled))):
         total -= coefficient * (sampled[t] - reference[t])
@@ -184,7 +162,7 @@ def batch_normalize(advantages: Iterable[Iterable[float]]) -> list[list[float]]:
         return [[0.0] * len(row) for row in rows]
     mean = sum(flat) / len(flat)
     [deviation] = _finite([(sum((number - mean) * (number - mean) for number in flat) / len(flat)) ** 0.5])
-    scale = deviation if deviation >= _LEAST_DEVIATION else 1.0
+    scale = deviation if deviation >= 1e-6 else 1.0  # dividing by less would turn rounding errors into advantages
     return [_finite([(number - mean) / scale for number in row]) for row in rows]
 
 
@@ -195,15 +173,19 @@ def _group(rewards: Any) -> list[float]:
     return numbers
 
 
+def _require_one_length(**lists: list[float]) -> None:
+    if len(set(map(len, lists.values()))) > 1:
+        lengths = ", ".join(f"{name} has {len(numbers)} entries" for name, numbers in lists.items())
+        raise ValueError(f"{lengths}; expected one each per completion token")
+
+
 def _all_equal(numbers: list[float]) -> bool:
     """Return True if the numbers differ by no more than rounding: AdamW makes a real step of a gradient of 1e-16."""
     low, high = min(numbers), max(numbers)
-    return high - low <= _ROUNDING * max(1.0, abs(low), abs(high))
+    return high - low <= 1e-12 * max(1.0, abs(low), abs(high))  # absolutely, or relative to the largest
 
 
 def _finite(results: list[float]) -> list[float]:
-    if math.isfinite(sum(results)):  # a NaN or infinity stays in a sum
-        return results
     for index, result in enumerate(results):
         if not math.isfinite(result):
             raise ValueError(f"the numbers given are so large that result {index} is {result}; scale them down")
@@ -212,7 +194,7 @@ def _finite(results: list[float]) -> list[float]:
 
 def _numbers(values: Any, where: str) -> list[float]:
     numbers = _listed(values, where)
-    # Decided for the whole list, which is fast; otherwise each entry is converted or refused by name.
+    # Decided for the whole list, which is fast: a NaN or infinity stays in a sum. Otherwise, entry by entry.
     if set(map(type, numbers)) <= {float} and math.isfinite(sum(numbers)):
         return numbers
     return [_number(value, f"{where}[{index}]") for index, value in enumerate(numbers)]
@@ -221,7 +203,7 @@ def _numbers(values: Any, where: str) -> list[float]:
 def _logprobs(values: Any, where: str) -> list[float]:
     logprobs = _numbers(values, where)
     for index, logprob in enumerate(logprobs):
-        if logprob > _LOGPROB_ROUNDING:
+        if logprob > 1e-3:  # rounding may leave it a little above 0
             raise ValueError(f"{where}[{index}] is {logprob!r}, but a logprob is at most 0: is its sign flipped?")
     return logprobs
 
@@ -244,9 +226,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def _show(value: Any) -> str:
-    kind = f"of type {type(value).__name__}"
     try:
-        text = kind if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+        return f"{value!r:.80}"
     except ValueError:  # Python does not print an integer of thousands of digits, alone or in a list
-        text = kind
-    return text if len(text) <= 80 else text[:77] + "..."
+        return f"of type {type(value).__name__}"

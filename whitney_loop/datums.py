@@ -12,8 +12,6 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
-_LOGPROB_ROUNDING = 1e-3  # rounding may leave a logprob this much above 0
-
 
 class Tensor(TypedDict):
     """One dense tensor. ``dtype`` is ``int64`` or ``float32``, ``shape`` is ``[len(values)]``."""
@@ -74,8 +72,7 @@ def rl_datum(
     prompt = _prompt(prompt_tokens)
     completion = _token_ids(sampled_tokens, "sampled_tokens")
     logprobs = _logprobs(sampled_logprobs, "sampled_logprobs", len(completion))
-    spans = [(prompt, None), (completion, logprobs)]
-    return _policy_datum(spans, advantage, clip_low=clip_low, clip_high=clip_high)
+    return _policy_datum([(prompt, None), (completion, logprobs)], advantage, clip_low, clip_high)
 
 
 def trajectory_datum(
@@ -94,22 +91,18 @@ def trajectory_datum(
     read = []
     for index, span in enumerate(_listed(spans, "spans")):
         if not isinstance(span, (tuple, list)) or len(span) != 2:
-            raise ValueError(
-                f"spans[{index}] is {_show(span)}, expected (tokens, logprobs), logprobs None if not sampled"
-            )
-        token_ids = _token_ids(span[0], f"spans[{index}].tokens")
-        where = f"spans[{index}].logprobs"
-        read.append((token_ids, None if span[1] is None else _logprobs(span[1], where, len(token_ids))))
+            raise ValueError(f"spans[{index}] is {_show(span)}, expected (tokens, logprobs or None)")
+        tokens, logprobs = _token_ids(span[0], f"spans[{index}].tokens"), span[1]
+        if logprobs is not None:
+            logprobs = _logprobs(logprobs, f"spans[{index}].logprobs", len(tokens))
+        read.append((tokens, logprobs))
     if not read or not read[0][0] or read[0][1] is not None:
         raise ValueError("spans[0] must be an observation (logprobs None) of at least one token: the prompt")
-    return _policy_datum(read, advantage, clip_low=clip_low, clip_high=clip_high)
+    return _policy_datum(read, advantage, clip_low, clip_high)
 
 
 def critic_datum(
-    prompt_tokens: Iterable[int],
-    sampled_tokens: Iterable[int],
-    values: Iterable[float],
-    returns: Iterable[float],
+    prompt_tokens: Iterable[int], sampled_tokens: Iterable[int], values: Iterable[float], returns: Iterable[float]
 ) -> Datum:
     """Return a ``ppo_critic`` datum: the ``values`` that the critic gave before, and the ``returns`` it should learn.
 
@@ -134,7 +127,7 @@ def completion_logprobs(result: Mapping[str, Any], prompt_tokens: Iterable[int])
     has tokens, or one that is not a finite number, or above 0 by more than rounding.
     """
     start = len(_prompt(prompt_tokens))
-    return _none_positive(_completion_part(result, "logprobs", start), "result.logprobs", start)
+    return _logprobs(_completion_part(result, "logprobs", start), "result.logprobs", first=start)
 
 
 def completion_values(output: Mapping[str, Any], prompt_tokens: Iterable[int]) -> list[float]:
@@ -144,35 +137,29 @@ def completion_values(output: Mapping[str, Any], prompt_tokens: Iterable[int]) -
     the prompt, or one that is not a finite number.
     """
     # Value i is that of the prefix that ends at input i, so the last prompt token has the first completion's value.
-    return _completion_part(output, "values", len(_prompt(prompt_tokens)) - 1)
+    start = len(_prompt(prompt_tokens)) - 1
+    return _numbers(_completion_part(output, "values", start), "result.values", first=start)
 
 
-def _completion_part(result: Mapping[str, Any], name: str, start: int) -> list[float]:
+def _completion_part(result: Mapping[str, Any], name: str, start: int) -> list[Any]:
     numbers: Any = result.get(name) if isinstance(result, Mapping) else None
     numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
     if not isinstance(numbers, list) or len(numbers) < start:
         raise ValueError(f"result.{name} is {_show(numbers)}, expected a list of at least {start}, one per token")
-    part = numbers[start:]
-    if _all_finite_floats(part):
-        return part
-    return [_number(value, f"result.{name}[{start + index}]") for index, value in enumerate(part)]
+    return numbers[start:]
 
 
 def _policy_datum(
-    spans: Sequence[tuple[list[int], list[float] | None]],
-    advantage: Any,
-    *,
-    clip_low: float | None,
-    clip_high: float | None,
+    spans: Sequence[tuple[list[int], list[float] | None]], advantage: Any, clip_low: Any, clip_high: Any
 ) -> Datum:
     """Return a datum of the importance_sampling family; its tensors are 0 at tokens that were not sampled."""
     length = sum(len(tokens) for tokens, logprobs in spans if logprobs is not None)
     advantages = _one_per_token(advantage, "advantage", length)
     ratios: dict[str, float] = {}
     if clip_low is not None:
-        ratios["clip_low_threshold"] = _ratio(clip_low, "clip_low", at_most_one=True)
+        ratios["clip_low_threshold"] = _ratio(clip_low, "clip_low", 0, 1)
     if clip_high is not None:
-        ratios["clip_high_threshold"] = _ratio(clip_high, "clip_high", at_most_one=False)
+        ratios["clip_high_threshold"] = _ratio(clip_high, "clip_high", 1, math.inf)
     token_ids: list[int] = []
     per_token: dict[str, list[float]] = {name: [] for name in ("weights", "logprobs", "advantages", *ratios)}
     start = 0  # of the span among all sampled tokens
@@ -218,43 +205,34 @@ def _one_per_token(value: Any, where: str, length: int) -> list[float]:
     return [_number(value, where)] * length
 
 
-def _ratio(value: Any, where: str, *, at_most_one: bool) -> float:
+def _ratio(value: Any, where: str, low: float, high: float) -> float:
     ratio = _number(value, where)
-    if not (0 <= ratio <= 1 if at_most_one else ratio >= 1):
+    if not low <= ratio <= high:
         raise ValueError(
-            f"{where} is {ratio!r}, expected {'0…1' if at_most_one else 'at least 1'}: clip thresholds are "
-            "probability ratios, not epsilons (for an epsilon of 0.2 pass clip_low=0.8, clip_high=1.2)"
+            f"{where} is {ratio!r}, expected {low} to {high}: clip thresholds are probability ratios, not epsilons "
+            "(for an epsilon of 0.2 pass clip_low=0.8, clip_high=1.2)"
         )
     return ratio
 
 
-def _numbers(values: Any, where: str, length: int | None = None) -> list[float]:
+def _numbers(values: Any, where: str, length: int | None = None, first: int = 0) -> list[float]:
+    """Return plain floats; ``first`` is the position of the first one in the list that a message names."""
     numbers = _listed(values, where)
-    if not _all_finite_floats(numbers):
-        numbers = [_number(value, f"{where}[{index}]") for index, value in enumerate(numbers)]
+    # Decided for the whole list, which is fast: a NaN or infinity stays in a sum. Otherwise, entry by entry.
+    if not (set(map(type, numbers)) <= {float} and math.isfinite(sum(numbers))):
+        numbers = [_number(value, f"{where}[{first + index}]") for index, value in enumerate(numbers)]
     if length is not None and len(numbers) != length:
-        raise ValueError(
-            f"{where} has {len(numbers)} entries, but there are {length} sampled tokens; expected one each"
-        )
+        raise ValueError(f"{where} has {len(numbers)} entries, expected one each for {length} sampled tokens")
     return numbers
 
 
-def _logprobs(values: Any, where: str, length: int) -> list[float]:
-    return _none_positive(_numbers(values, where, length), where)
-
-
-def _none_positive(logprobs: list[float], where: str, start: int = 0) -> list[float]:
-    if max(logprobs, default=0.0) > _LOGPROB_ROUNDING:
-        index = next(index for index, logprob in enumerate(logprobs) if logprob > _LOGPROB_ROUNDING)
-        raise ValueError(
-            f"{where}[{start + index}] is {logprobs[index]!r}, but a logprob is at most 0: is its sign flipped?"
-        )
+def _logprobs(values: Any, where: str, length: int | None = None, first: int = 0) -> list[float]:
+    logprobs = _numbers(values, where, length, first)
+    largest = max(logprobs, default=0.0)
+    if largest > 1e-3:  # rounding may leave it a little above 0
+        index = first + logprobs.index(largest)
+        raise ValueError(f"{where}[{index}] is {largest!r}, but a logprob is at most 0: is its sign flipped?")
     return logprobs
-
-
-def _all_finite_floats(values: list[Any]) -> bool:
-    """Decide for a whole list, which is fast; only if this is False, each entry is converted or refused by name."""
-    return set(map(type, values)) <= {float} and math.isfinite(sum(values))  # a NaN or infinity stays in a sum
 
 
 def _number(value: Any, where: str) -> float:
@@ -293,9 +271,7 @@ def _listed(values: Any, where: str) -> list[Any]:
 
 
 def _show(value: Any) -> str:
-    kind = f"of type {type(value).__name__}"
     try:
-        text = kind if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+        return f"{value!r:.80}"
     except ValueError:  # Python does not print an integer of thousands of digits, alone or in a list
-        text = kind
-    return text if len(text) <= 80 else text[:77] + "..."
+        return f"of type {type(value).__name__}"
