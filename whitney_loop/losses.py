@@ -13,22 +13,22 @@ LOSS_SUPPORT: dict[str, frozenset[str]] = {
     "tinker": frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
 }
 
+_CLIP_KEYS = frozenset({"clip_low_threshold", "clip_high_threshold"})
+
 LOSS_CONFIG_KEYS: dict[str, frozenset[str]] = {
     "cross_entropy": frozenset(),
     "importance_sampling": frozenset(),
-    "ppo": frozenset({"clip_low_threshold", "clip_high_threshold", "value_clip"}),
-    "gspo": frozenset({"clip_low_threshold", "clip_high_threshold"}),
-    "cispo": frozenset({"clip_low_threshold", "clip_high_threshold"}),
+    "ppo": _CLIP_KEYS | {"value_clip"},
+    "gspo": _CLIP_KEYS,
+    "cispo": _CLIP_KEYS,
     "ppo_critic": frozenset({"value_clip"}),
     "dppo": frozenset({"delta_low", "delta_high"}),
 }
 """Modal's keys. A loss with an empty set takes no keys."""
 
-_FLOAT32_MAX = (
-    3.4028234663852886e38  # the largest float32; also in payloads, so that functions of both can be copied out
-)
+_TINKER_CONFIG_KEYS = {"dro": frozenset({"beta"})}
 
-_TINKER_CONFIG_KEYS: dict[str, frozenset[str]] = {"dro": frozenset({"beta"})}
+_FLOAT32_MAX = 3.4028234663852886e38  # also in payloads, so that functions of both can be copied out
 
 
 def require_advertised_loss(
@@ -38,13 +38,12 @@ def require_advertised_loss(
 
     Call it before anything is allocated. Source: Whitney, "Requiring an advertised loss".
     """
-    supported = support.get(provider) if isinstance(provider, str) else None
-    if supported is None:
+    if not isinstance(provider, str) or provider not in support:
         raise ValueError(f"provider {_name(provider)} is not known; known: {', '.join(sorted(support))}")
-    if not isinstance(loss_function, str) or loss_function not in supported:
+    if not isinstance(loss_function, str) or loss_function not in support[provider]:
         raise ValueError(
             f"loss_function {_name(loss_function)} is not advertised by {provider}; it has "
-            f"{', '.join(sorted(supported))}. Do not replace one algorithm by another: choose a provider that has it"
+            f"{', '.join(sorted(support[provider]))}. Do not replace one algorithm by another: choose another provider"
         )
 
 
@@ -63,9 +62,12 @@ def require_loss_config(provider: str, loss_function: str, loss_config: Mapping[
     allowed = keys.get(loss_function, frozenset())
     for key, value in loss_config.items():
         if key not in allowed:
+            remedy = ""
+            if provider == "tinker" and key in _CLIP_KEYS:
+                remedy = ". Clip ranges are tensors of the datum there: rl_datum(…, clip_low=…, clip_high=…)"
             raise ValueError(
                 f"loss_config.{key!s:.80} is no key of {loss_function} on {provider}; it takes "
-                f"{', '.join(sorted(allowed)) or 'no keys'}{_remedy(provider, key)}"
+                f"{', '.join(sorted(allowed)) or 'no keys'}{remedy}"
             )
         _require_config_value(key, value)
 
@@ -73,12 +75,6 @@ def require_loss_config(provider: str, loss_function: str, loss_config: Mapping[
 def _name(value: object) -> str:
     """Return the name, truncated; for a value that is not a string, its type."""
     return f"{value!r:.80}" if isinstance(value, str) else f"of type {type(value).__name__}"
-
-
-def _remedy(provider: str, key: str) -> str:
-    if provider == "tinker" and key in ("clip_low_threshold", "clip_high_threshold"):
-        return ". Clip ranges are tensors of the datum there: rl_datum(…, clip_low=…, clip_high=…)"
-    return ""
 
 
 def _require_config_value(key: str, value: object) -> None:

@@ -11,53 +11,47 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from whitney_loop.losses import LOSS_CONFIG_KEYS, require_advertised_loss, require_loss_config
+from whitney_loop.losses import LOSS_CONFIG_KEYS, require_loss_config
 
-_POLICY_INPUTS = frozenset({"target_tokens", "weights", "logprobs", "advantages"})
+_POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro", "dppo")
 
 REQUIRED_LOSS_INPUTS: dict[str, frozenset[str]] = {
     "cross_entropy": frozenset({"target_tokens", "weights"}),
-    "importance_sampling": _POLICY_INPUTS,
-    "ppo": _POLICY_INPUTS,
-    "cispo": _POLICY_INPUTS,
-    "gspo": _POLICY_INPUTS,
-    "dro": _POLICY_INPUTS,
-    "dppo": _POLICY_INPUTS,
     "ppo_critic": frozenset({"target_tokens", "weights", "values", "returns"}),
+    **dict.fromkeys(_POLICY_LOSSES, frozenset({"target_tokens", "weights", "logprobs", "advantages"})),
 }
 """Loss → the tensors that each datum must have. A ``forward`` of ``ppo_critic`` needs neither values nor returns."""
 
 _CLIP_TENSORS = frozenset({"clip_low_threshold", "clip_high_threshold"})
 _KNOWN_TENSORS = frozenset().union(*REQUIRED_LOSS_INPUTS.values()) | _CLIP_TENSORS
-_DTYPES = {name: "int64" if name == "target_tokens" else "float32" for name in _KNOWN_TENSORS}
+_NO_EPSILON = "thresholds are ratios around 1, not epsilons (for an epsilon of 0.2: clip_low 0.8, clip_high 1.2)"
+_WEIGHTED_RANGES = {  # of a tensor's numbers at weights other than 0: lowest, highest, and what to say of others
+    "logprobs": (-math.inf, 1e-3, "but a logprob is at most 0, or 1e-3 by rounding: is its sign flipped?"),
+    "clip_low_threshold": (0.0, 1.0, f"expected 0…1: {_NO_EPSILON}"),
+    "clip_high_threshold": (1.0, math.inf, f"expected at least 1: {_NO_EPSILON}"),
+}
 
 _INT64_MAX = 2**63 - 1
-_FLOAT32_MAX = 3.4028234663852886e38  # the largest float32; also in losses, so that functions of both can be copied out
-
-_LOGPROB_ROUNDING = 1e-3  # rounding may leave a logprob this much above 0
+_FLOAT32_MAX = 3.4028234663852886e38  # also in losses, so that functions of both can be copied out
 
 _RANGES: dict[str, Callable[[float], bool]] = {
     "at least 0": lambda number: number >= 0,
-    "at least 0 (0 is off)": lambda number: number >= 0,
     "above 0": lambda number: number > 0,
     "at least 0 and below 1": lambda number: 0 <= number < 1,
     "above 0 and at most 1": lambda number: 0 < number <= 1,
 }
-_SAMPLING_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 _OPTIMIZER_RANGES = {
     "learning_rate": "at least 0",
     "beta1": "at least 0 and below 1",
     "beta2": "at least 0 and below 1",
     "eps": "above 0",
     "weight_decay": "at least 0",
-    "grad_clip_norm": "at least 0 (0 is off)",
+    "grad_clip_norm": "at least 0",
 }
 
 
 def forward_backward_payload(
-    data: Sequence[Mapping[str, Any]],
-    loss_function: str,
-    loss_config: Mapping[str, float] | None = None,
+    data: Sequence[Mapping[str, Any]], loss_function: str, loss_config: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """Return a ForwardPayload ``{data, loss_function, loss_config}``. It is not checked: see ``check_payload``.
 
@@ -68,9 +62,7 @@ def forward_backward_payload(
         raise ValueError(f"data is {_show(data)}, expected a list of datums")
     data = list(data)
     if not data:
-        raise ValueError(
-            "data is empty, expected at least one datum; if there is nothing to train on, raise NoGradientSignal"
-        )
+        raise ValueError("data is empty, expected a datum; if there is nothing to train on, raise NoGradientSignal")
     if loss_config is not None and not isinstance(loss_config, Mapping):
         raise ValueError(f"loss_config is {_show(loss_config)}, expected an object; None or {{}} for none")
     config = {key: _plain(value) for key, value in (loss_config or {}).items()}
@@ -91,15 +83,9 @@ def adamw_optimizer(
     ``learning_rate``, ``weight_decay`` ≥ 0; betas in [0, 1); ``eps`` > 0; ``grad_clip_norm`` the largest global
     norm of the gradient, 0 for no clipping. Raise ValueError, with the field, if one is out of its range.
     """
-    optimizer = {
-        "type": "adamw",
-        "learning_rate": _plain(learning_rate),
-        "beta1": _plain(beta1),
-        "beta2": _plain(beta2),
-        "eps": _plain(eps),
-        "weight_decay": _plain(weight_decay),
-        "grad_clip_norm": _plain(grad_clip_norm),
-    }
+    fields = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "eps": eps}
+    fields |= {"weight_decay": weight_decay, "grad_clip_norm": grad_clip_norm}
+    optimizer = {"type": "adamw", **{name: _plain(value) for name, value in fields.items()}}
     check_optimizer_payload({"optimizer": optimizer})
     return optimizer
 
@@ -122,21 +108,14 @@ def sample_request(
     temperature, top_p and top_k are applied, so importance ratios are exact only for 1, 1 and −1.
     Raise ValueError, with the field, if one is out of its range.
     """
-    params: dict[str, Any] = {
-        "max_tokens": _plain(max_tokens),
-        "temperature": _plain(temperature),
-        "top_p": _plain(top_p),
-        "top_k": _plain(top_k),
-    }
+    given: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     if seed is not None:
-        params["seed"] = _plain(seed)
+        given["seed"] = seed
+    params = {name: _plain(value) for name, value in given.items()}
     if stop is not None:
         params["stop"] = _plain_list(stop)
-    request = {
-        "prompt": {"token_ids": _plain_list(prompt_tokens)},
-        "num_samples": _plain(num_samples),
-        "sampling_params": params,
-    }
+    prompt = {"token_ids": _plain_list(prompt_tokens)}
+    request = {"prompt": prompt, "num_samples": _plain(num_samples), "sampling_params": params}
     check_sample_request(request)
     return request
 
@@ -164,7 +143,6 @@ def check_payload(payload: object, provider: str, *, kind: str = "forward_backwa
         raise ValueError(f"kind is {_show(kind)}, expected 'forward_backward' or 'forward'")
     payload = _require_object(payload, "payload", ("data", "loss_function", "loss_config"))
     loss_function = payload["loss_function"]
-    require_advertised_loss(provider, loss_function)
     require_loss_config(provider, loss_function, payload["loss_config"])
     required = REQUIRED_LOSS_INPUTS[loss_function]
     if loss_function == "ppo_critic" and kind == "forward":
@@ -178,10 +156,11 @@ def check_sample_request(request: object) -> None:
     request = _require_object(request, "request", ("prompt", "num_samples", "sampling_params"))
     _check_token_ids(_require_object(request["prompt"], "prompt", ("token_ids",))["token_ids"], "prompt.token_ids")
     _require_integer(request["num_samples"], "num_samples", low=1)
-    params = _require_object(request["sampling_params"], "sampling_params", ("max_tokens",), _SAMPLING_PARAMS[1:])
+    optional = ("temperature", "top_p", "top_k", "seed", "stop")
+    params = _require_object(request["sampling_params"], "sampling_params", ("max_tokens",), optional)
     _require_integer(params["max_tokens"], "sampling_params.max_tokens", low=1)
-    _require_range(params.get("temperature", 1.0), "sampling_params.temperature", "at least 0")
-    _require_range(params.get("top_p", 1.0), "sampling_params.top_p", "above 0 and at most 1")
+    _require_number(params.get("temperature", 1.0), "sampling_params.temperature", "at least 0")
+    _require_number(params.get("top_p", 1.0), "sampling_params.top_p", "above 0 and at most 1")
     top_k = params.get("top_k", -1)
     if type(top_k) is not int or top_k != -1:
         _require_integer(top_k, "sampling_params.top_k", low=1, hint=", or -1 for off")
@@ -204,7 +183,7 @@ def check_optimizer_payload(payload: object) -> None:
     if optimizer["type"] != "adamw":
         raise ValueError(f"optimizer.type is {_show(optimizer['type'])}, expected 'adamw'")
     for name, expected in _OPTIMIZER_RANGES.items():
-        _require_range(optimizer[name], f"optimizer.{name}", expected)
+        _require_number(optimizer[name], f"optimizer.{name}", expected)
 
 
 def _check_datum(datum: object, where: str, loss_function: str, required: frozenset[str], provider: str) -> None:
@@ -215,10 +194,6 @@ def _check_datum(datum: object, where: str, loss_function: str, required: frozen
     tensors = _require_object(datum["loss_inputs"], inputs, (), _KNOWN_TENSORS)
     for name in sorted(required - tensors.keys()):
         raise ValueError(f"{inputs}.{name} is missing; {loss_function} needs {', '.join(sorted(required))}")
-    if loss_function == "ppo_critic" and len({"values", "returns"} & tensors.keys()) == 1:
-        raise ValueError(
-            f"{inputs} has one of values and returns; a critic's loss needs both, and a forward may have neither"
-        )
     for name in sorted(_CLIP_TENSORS & tensors.keys()):
         if provider != "tinker":
             instead = f" and send loss_config {{{name!r}: …}}" if name in LOSS_CONFIG_KEYS[loss_function] else ""
@@ -226,11 +201,17 @@ def _check_datum(datum: object, where: str, loss_function: str, required: frozen
                 f"{inputs}.{name} is a tensor that only tinker takes; on {provider} build the datum without it{instead}"
             )
     for name, value in tensors.items():
-        _check_tensor(value, f"{inputs}.{name}", _DTYPES[name], len(token_ids))
-    if "logprobs" in tensors:
-        _check_logprobs(tensors["logprobs"]["values"], tensors["weights"]["values"], f"{inputs}.logprobs.values")
-    for name in sorted(_CLIP_TENSORS & tensors.keys()):
-        _check_ratios(tensors[name]["values"], tensors["weights"]["values"], f"{inputs}.{name}.values")
+        _check_tensor(value, f"{inputs}.{name}", "int64" if name == "target_tokens" else "float32", len(token_ids))
+    weights = tensors["weights"]["values"]
+    for name, (low, high, message) in _WEIGHTED_RANGES.items():
+        if name not in tensors:
+            continue
+        numbers = tensors[name]["values"]
+        if low <= min(numbers) and max(numbers) <= high:  # the whole list at once, which is fast
+            continue
+        for index, (number, weight) in enumerate(zip(numbers, weights, strict=True)):
+            if weight != 0 and not low <= number <= high:
+                raise ValueError(f"{inputs}.{name}.values[{index}] is {number!r}, {message}")
 
 
 def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
@@ -246,45 +227,23 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
             "every tensor of a datum has one entry per input token (prompt + completion - 1)"
         )
     shape = value["shape"]
-    if not isinstance(shape, list) or [type(size) for size in shape] != [int] or shape != [length]:
-        shown = (
-            f"[{', '.join(map(_show, shape[:3]))}{', …' * (len(shape) > 3)}]"
-            if isinstance(shape, list)
-            else _show(shape)
-        )
+    if shape != [length] or type(shape[0]) is not int:
+        shown = f"[{_show(shape[0])}]" if isinstance(shape, list) and len(shape) == 1 else _show(shape)
         raise ValueError(f"{where}.shape is {shown}, expected [{length}]")
     if dtype == "int64":
         _check_token_ids(numbers, f"{where}.values")
         return
     # Decided for the whole list, which is fast: no entry is larger than the root of the sum of squares, and a NaN is
-    # not below any bound. Only otherwise each entry is looked at.
+    # not below any bound. Otherwise, entry by entry.
     if set(map(type, numbers)) <= {float} and math.hypot(*numbers) <= _FLOAT32_MAX:
         return
     for index, number in enumerate(numbers):
         _require_number(number, f"{where}.values[{index}]")
 
 
-def _check_logprobs(logprobs: list[float], weights: list[float], where: str) -> None:
-    if max(logprobs) <= _LOGPROB_ROUNDING:
-        return
-    for index, (logprob, weight) in enumerate(zip(logprobs, weights, strict=True)):
-        if weight != 0 and logprob > _LOGPROB_ROUNDING:
-            raise ValueError(f"{where}[{index}] is {logprob!r}, but a logprob is at most 0: is its sign flipped?")
-
-
-def _check_ratios(thresholds: list[float], weights: list[float], where: str) -> None:
-    low = "clip_low" in where
-    for index, (threshold, weight) in enumerate(zip(thresholds, weights, strict=True)):
-        if weight != 0 and not (0 <= threshold <= 1 if low else threshold >= 1):
-            raise ValueError(
-                f"{where}[{index}] is {threshold!r}, expected {'0…1' if low else 'at least 1'}: thresholds are "
-                "ratios around 1, not epsilons (for an epsilon of 0.2: clip_low 0.8, clip_high 1.2)"
-            )
-
-
 def _check_token_ids(token_ids: object, where: str) -> None:
     token_ids = _require_list(token_ids, where, "token id")
-    # Decided for the whole list, which is fast; only otherwise each entry is looked at.
+    # Decided for the whole list, which is fast. Otherwise, entry by entry.
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _INT64_MAX:
         return
     for index, token in enumerate(token_ids):
@@ -318,16 +277,11 @@ def _require_integer(value: object, where: str, *, low: int, hint: str = "") -> 
         raise ValueError(f"{where} is {_show(value)}, expected an integer from {low} to 2^63 − 1{hint}")
 
 
-def _require_number(value: object, where: str, expected: str = "a finite number within float32") -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _FLOAT32_MAX:
+def _require_number(value: object, where: str, bounds: str | None = None) -> None:
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not abs(number) <= _FLOAT32_MAX or (bounds and not _RANGES[bounds](number)):
+        expected = "a finite number within float32" + (f", {bounds}" if bounds else "")
         raise ValueError(f"{where} is {_show(value)}, expected {expected}")
-    return value
-
-
-def _require_range(value: object, where: str, expected: str) -> None:
-    number = _require_number(value, where, f"a finite number within float32, {expected}")
-    if not _RANGES[expected](number):
-        raise ValueError(f"{where} is {_show(value)}, expected a number {expected}")
 
 
 def _plain(value: Any) -> Any:
