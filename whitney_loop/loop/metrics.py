@@ -110,19 +110,12 @@ def largest_gap(payload: Payload, result: Mapping[str, Any]) -> float | None:
 
 def logprob_pairs(payload: Payload, result: Mapping[str, Any]) -> list[list[tuple[float, float]]]:
     """(p, q) of each token with a weight, one list per datum; empty if the outputs do not fit the payload."""
-    outputs = result.get("outputs")
-    if not isinstance(outputs, list) or len(outputs) != len(payload["data"]):
-        return []
     pairs = []
-    for datum, output in zip(payload["data"], outputs, strict=True):
-        tensors = {name: tensor["values"] for name, tensor in datum["loss_inputs"].items()}
-        sampled, weights = tensors.get("logprobs"), tensors["weights"]
-        trained = output.get("logprobs") if isinstance(output, dict) else None
-        if sampled is None or not isinstance(trained, list) or len(trained) != len(sampled):
+    for tensors, trained in _tensors_and_logprobs(payload, result):
+        if "logprobs" not in tensors or not all(map(_is_number, trained)):
             return []
-        if not all(map(_is_number, trained)):
-            return []
-        pairs.append([(p, q) for p, q, w in zip(trained, sampled, weights, strict=True) if w])
+        rows = zip(trained, tensors["logprobs"]["values"], tensors["weights"]["values"], strict=True)
+        pairs.append([(p, q) for p, q, weight in rows if weight])
     return pairs
 
 
@@ -133,19 +126,26 @@ def mean_loss(payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]])
     """
     total = 0.0
     for payload, result in zip(payloads, results, strict=True):
-        outputs = result.get("outputs")
-        if not isinstance(outputs, list) or len(outputs) != len(payload["data"]):
+        of_datums = _tensors_and_logprobs(payload, result)
+        if not of_datums:
             return None
-        for output, datum in zip(outputs, payload["data"], strict=True):
-            weights = datum["loss_inputs"]["weights"]["values"]
-            logprobs = output.get("logprobs") if isinstance(output, dict) else None
-            if not isinstance(logprobs, list) or len(logprobs) != len(weights):
+        for tensors, trained in of_datums:
+            counted = [(p, weight) for p, weight in zip(trained, tensors["weights"]["values"], strict=True) if weight]
+            if not all(_is_number(p) for p, _ in counted):
                 return None
-            counted = [(weight, logprob) for weight, logprob in zip(weights, logprobs, strict=True) if weight]
-            if not all(_is_number(logprob) for _, logprob in counted):
-                return None
-            total -= sum(weight * logprob for weight, logprob in counted)
+            total -= sum(weight * p for p, weight in counted)
     return total / sum(map(trained_tokens, payloads))
+
+
+def _tensors_and_logprobs(payload: Payload, result: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Per datum its tensors and the trainer's logprobs; empty if the outputs do not fit the payload."""
+    outputs = result.get("outputs")
+    outputs = outputs if isinstance(outputs, list) else []
+    logprobs: list[Any] = [output.get("logprobs") if isinstance(output, dict) else None for output in outputs]
+    lengths = [len(trained) if isinstance(trained, list) else None for trained in logprobs]
+    if lengths != [len(datum["input"]["token_ids"]) for datum in payload["data"]]:
+        return []
+    return [(datum["loss_inputs"], trained) for datum, trained in zip(payload["data"], logprobs, strict=True)]
 
 
 def trained_tokens(payload: Payload) -> int:
@@ -170,7 +170,8 @@ def merged_results(parts: Sequence[Payload], results: Sequence[dict[str, Any]]) 
         values: list[Any] = [_returned(result).get(name) for result in results]
         if all(map(_is_number, values)):
             reduce = METRIC_REDUCTIONS.get(name.rpartition(":")[2])
-            merged["metrics"][name] = reduce(values) if reduce else _weighted_mean(values, tokens)
+            weighted = sum(value * weight for value, weight in zip(values, tokens, strict=True))
+            merged["metrics"][name] = reduce(values) if reduce else weighted / max(sum(tokens), 1)
     return merged
 
 
@@ -180,26 +181,19 @@ def _returned(result: Mapping[str, Any]) -> Metrics:
     return metrics if isinstance(metrics, dict) else {}
 
 
-def _weighted_mean(values: list[float], weights: list[int]) -> float:
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(sum(weights), 1)
-
-
 def _plain(value: Any) -> float | list[float] | str | None:
     """A number, a list of numbers, or the text of anything else; None for no value."""
-    if hasattr(value, "tolist"):  # of numpy or torch, a scalar or an array
-        value = value.tolist()
+    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy or torch, a scalar or an array
     if value is None:
         return None
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if any(isinstance(entry, (str, bytes)) for entry in entries):
+        return str(value)  # although float() takes a text of digits
     try:
-        return [_number(entry) for entry in value] if isinstance(value, (list, tuple)) else _number(value)
+        numbers = [float(entry) for entry in entries]
     except (TypeError, ValueError):
         return str(value)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, (str, bytes)):
-        raise TypeError("a text is no number, even if float() takes it")
-    return float(value)
+    return numbers if entries is value else numbers[0]
 
 
 def _is_number(value: object) -> bool:
