@@ -35,8 +35,4 @@ def project_files(root: Path) -> list[str]:
 
 def _all_files(root: Path) -> list[str]:
     files = [path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file()]
-    return [
-        file.as_posix()
-        for file in files
-        if "__pycache__" not in file.parts and not any(part.startswith(".") for part in file.parts)
-    ]
+    return [file.as_posix() for file in files if not any(part.startswith((".", "__pycache__")) for part in file.parts)]

@@ -71,24 +71,14 @@ def run_loop(file: str, arguments: Sequence[str], prog: str) -> int:
     return code
 
 
-def plot(arguments: Sequence[str], prog: str) -> int:
-    from whitney_loop.loop.plot import main
-
-    return main(arguments, prog)
-
-
-def serve(arguments: Sequence[str], prog: str) -> int:
-    from whitney_loop.local.__main__ import main
-
-    return main(arguments, prog)
+def run_module(name: str, arguments: Sequence[str], prog: str) -> int:
+    code: int = importlib.import_module(name).main(arguments, prog)
+    return code
 
 
 def close(arguments: Sequence[str], prog: str) -> int:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=CLOSE_DESCRIPTION.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=CLOSE_DESCRIPTION.format(prog=prog), formatter_class=layout)
     parser.add_argument("session_id", metavar="SESSION_ID", help="as the loop or the client printed it")
     where = parser.add_argument_group("the service")
     where.add_argument("--base-url", metavar="URL", help="default: WHITNEY_BASE_URL")
@@ -115,8 +105,8 @@ COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     "train": functools.partial(run_loop, "rl_loop.py"),
     "sft": functools.partial(run_loop, "sft_loop.py"),
     "distill": functools.partial(run_loop, "distillation_loop.py"),
-    "plot": plot,
-    "serve": serve,
+    "plot": functools.partial(run_module, "whitney_loop.loop.plot"),
+    "serve": functools.partial(run_module, "whitney_loop.local.__main__"),
     "close": close,
 }
 

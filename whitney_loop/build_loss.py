@@ -96,8 +96,7 @@ def clip_arguments(
     Tinker takes it as tensors of each datum and Modal in ``loss_config``, so one of the two is empty.
     Source: Whitney, "Provider loss support".
     """
-    ratios = {"clip_low": clip_low, "clip_high": clip_high}
-    given = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    given = {name: ratio for name, ratio in (("clip_low", clip_low), ("clip_high", clip_high)) if ratio is not None}
     if provider == "tinker":
         return given, {}
     return {}, {f"{name}_threshold": ratio for name, ratio in given.items()}

@@ -29,13 +29,12 @@ Exit codes: 0 the page is written; 2 usage, or a file cannot be read or written.
 WIDTH, HEIGHT = 400, 220  # of a chart, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 88, 24, 10, 38  # its margins: the longest label, half a label, the name of the axis
 POINTS = 500  # per curve: more than the chart has pixels; a longer one is drawn as means of several cycles
-GAP = 50  # a curve is broken at a gap of more than so many points
+GAP = 50  # points; a curve is broken at a longer gap
 FLAT = 1e-4  # values that differ by less, relative to the largest, are drawn as one: labels of six digits suffice
 SMALLEST, LARGEST = 1e-300, 1e300  # beyond them a step would vanish, or a difference overflow
 # Okabe and Ito's colours without the yellow, told apart by nearly everyone.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#6b6b6b")
 
-NOT_DRAWN = frozenset({"cycle", "version"})
 OTHERS = ""
 ORDER = ["reward", "loss", "kl", "ratio", "ess", "clip_frac", "groups", "completions", "optim", OTHERS]  # of groups
 ORDER += ["provider", "time"]
@@ -85,11 +84,8 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_loop plot") -> int:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=DESCRIPTION.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION.format(prog=prog), formatter_class=layout)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl", help="a file of --metrics; one per run")
     parser.add_argument("--output", type=Path, default=Path("metrics.html"), help="default: metrics.html")
     options = parser.parse_args(arguments)
@@ -133,12 +129,13 @@ def page(runs: Sequence[Run]) -> str:
     # All charts have the same cycles across, and the same cycles in a mean, so that runs can be compared.
     first, last = min(run.cycles[0]["cycle"] for run in runs), max(run.cycles[-1]["cycle"] for run in runs)
     across = ticks(first, max(last, first + 5))  # whole numbers, for 5 or more
-    keys = sorted({key for run in runs for entry in run.cycles for key in entry} - NOT_DRAWN, key=_place_in_order)
-    charts = [chart(key, runs, across) for key in keys if any(run.points(key) for run in runs)]
+    keys = sorted({key for run in runs for entry in run.cycles for key in entry}, key=_place_in_order)
+    shown = [key for key in keys if key not in ("cycle", "version") and any(run.points(key) for run in runs)]
     title = " · ".join(escape(run.name) for run in runs)
+    charts = "".join(chart(key, runs, across) for key in shown)
     return (
         f"{HEAD}<title>{title}</title><style>{STYLE}</style><h1>{title}</h1>{legend(runs)}{differences(runs)}"
-        f"<h2>Metrics by cycle</h2><div class=charts>{''.join(charts)}</div></html>\n"
+        f"<h2>Metrics by cycle</h2><div class=charts>{charts}</div></html>\n"
     )
 
 

@@ -32,21 +32,20 @@ class Warnings:
             self.once(
                 "learning_rate",
                 f"--learning-rate {rate:g} is outside {low:g}…{high:g}, the usual range for LoRA on language models: a "
-                "larger one destroys the model, a smaller one does nothing. What suits the embedded model does not "
-                "suit yours",
+                "larger one destroys the model, a smaller one does nothing. The embedded model takes larger ones",
             )
 
     def sampling(self, requests: Sequence[Mapping[str, Any]], loss_function: str | None) -> None:
         """An importance ratio assumes that the tokens were drawn from the policy itself."""
-        for params in [request["sampling_params"] for request in requests] if loss_function in RATIO_LOSSES else []:
-            other = {name: value for name, value in NEUTRAL.items() if params.get(name, value) != value}
-            if other:
+        for request in requests:
+            params = request["sampling_params"]
+            other = [name for name, neutral in NEUTRAL.items() if params.get(name, neutral) != neutral]
+            if other and loss_function in RATIO_LOSSES:
                 self.once(
                     "sampling",
                     f"a request samples with {' and '.join(f'{name} {params[name]}' for name in other)}, but "
-                    f"{loss_function} takes the ratio to the untempered, untruncated policy, from which these tokens "
-                    "were not drawn: the gradient is biased. Set "
-                    f"{' and '.join(f'{name} to {value}' for name, value in other.items())} in --sample-json",
+                    f"{loss_function} takes the ratio to the policy without them: the gradient is biased. Set "
+                    f"{' and '.join(f'{name} to {NEUTRAL[name]}' for name in other)} in --sample-json",
                 )
 
     def completions(self, metrics: Mapping[str, Any], cycle: int) -> None:
@@ -71,9 +70,9 @@ class Warnings:
     def signal(self, skipped: bool, mean_reward: object) -> None:
         self._cycles_without_signal = self._cycles_without_signal + 1 if skipped else 0
         if self._cycles_without_signal == PATIENCE:
-            reward = f"mean reward: {mean_reward:.4g}" if isinstance(mean_reward, (int, float)) else (
-                "put the rewards into ctx.metrics['reward'] to see which case it is"
-            )  # fmt: skip
+            reward = "put the rewards into ctx.metrics['reward'] to see which case it is"
+            if isinstance(mean_reward, (int, float)):
+                reward = f"mean reward: {mean_reward:.4g}"
             self.once(
                 "no_signal",
                 f"no gradient signal {PATIENCE} cycles in a row ({reward}). At the best possible reward the task is "
