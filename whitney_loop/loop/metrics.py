@@ -7,7 +7,8 @@ of ``forward_backward``, q the one in the datum, which came from sampling; only 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 Metrics = dict[str, Any]
@@ -23,8 +24,8 @@ def sample_metrics(samples: Sequence[Mapping[str, Any]]) -> Metrics:
     sequences = [sequence for sample in samples for sequence in sample["sequences"]]
     return {
         "completions/tokens": sum(len(sequence["tokens"]) for sequence in sequences),
-        "completions/truncated_frac": _mean(sequence.get("stop_reason") == "length" for sequence in sequences),
-        "completions/empty_frac": _mean(not sequence["tokens"] for sequence in sequences),
+        "completions/truncated_frac": fmean(sequence.get("stop_reason") == "length" for sequence in sequences),
+        "completions/empty_frac": fmean(not sequence["tokens"] for sequence in sequences),
     }
 
 
@@ -96,8 +97,8 @@ def ratio_metrics(pairs: Sequence[tuple[float, float]]) -> Metrics:
     gaps = [min(max(p - q, -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO) for p, q in pairs]
     ratios = [math.exp(gap) for gap in gaps]
     return {
-        "kl/k1": _mean(0.0 - gap for gap in gaps),  # 0.0, not −0.0, if there is no gap
-        "kl/k3": _mean(ratio - 1 - gap for ratio, gap in zip(ratios, gaps, strict=True)),
+        "kl/k1": fmean(0.0 - gap for gap in gaps),  # 0.0, not −0.0, if there is no gap
+        "kl/k3": fmean(ratio - 1 - gap for ratio, gap in zip(ratios, gaps, strict=True)),
         "ratio/max": max(ratios),
         "ess": sum(ratios) ** 2 / (len(ratios) * sum(ratio * ratio for ratio in ratios)),
     }
@@ -105,7 +106,7 @@ def ratio_metrics(pairs: Sequence[tuple[float, float]]) -> Metrics:
 
 def largest_gap(payload: Payload, result: Mapping[str, Any]) -> float | None:
     """The largest mean of |p − q| over one completion; None if there are no outputs."""
-    return max((_mean(abs(p - q) for p, q in datum) for datum in logprob_pairs(payload, result) if datum), default=None)
+    return max((fmean(abs(p - q) for p, q in datum) for datum in logprob_pairs(payload, result) if datum), default=None)
 
 
 def logprob_pairs(payload: Payload, result: Mapping[str, Any]) -> list[list[tuple[float, float]]]:
@@ -198,8 +199,3 @@ def _plain(value: Any) -> float | list[float] | str | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values) if values else 0.0
