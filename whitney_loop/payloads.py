@@ -207,8 +207,8 @@ def _check_datum(datum: object, where: str, loss_function: str, required: frozen
         if name not in tensors:
             continue
         numbers = tensors[name]["values"]
-        if low <= min(numbers) and max(numbers) <= high:  # the whole list at once, which is fast
-            continue
+        if max(numbers) <= high and (low == -math.inf or low <= min(numbers)):
+            continue  # the whole list at once, which is fast
         for index, (number, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight != 0 and not low <= number <= high:
                 raise ValueError(f"{inputs}.{name}.values[{index}] is {number!r}, {message}")
