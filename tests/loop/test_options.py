@@ -54,4 +54,4 @@ def test_the_help_shows_a_command_that_works_and_the_defaults(run_loop, script):
     assert done.returncode == 0
     assert f"python examples/{script}.py --" in done.stdout and "Exit codes: 0 trained" in done.stdout
     assert all(option in done.stdout for option in SHARED)
-    assert "(default: 1e-06)" in done.stdout and "None" not in done.stdout
+    assert "else 1e-06" in done.stdout and "None" not in done.stdout

@@ -1,6 +1,7 @@
 """Where a loop trains: on a service by its URL, or on the embedded one."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_local_rehearses_the_command_of_a_real_run(train, tmp_path):
     real = {"WHITNEY_BASE_URL": "https://whitney.invalid", "WHITNEY_API_KEY": "real"}
     done = train("--model", "Qwen/Qwen3.5-0.8B", "--sample-json", "real.json", "--local", "--seed", "1", **real)
     assert done.returncode == 0, done.stderr
-    where, note = done.stderr.splitlines()[:2]
+    where, _, note = done.stderr.splitlines()[:3]
     assert "embedded service" in where and "byte-lm" in note and "Qwen/Qwen3.5-0.8B" in note
     assert done.summary["model"] == "Qwen/Qwen3.5-0.8B"
 
@@ -80,3 +81,76 @@ def test_a_drawn_seed_is_printed_and_repeats_the_run(train):
 def test_a_second_run_draws_another_seed(train):
     seeds = {train("--sample-json", "one.jsonl").summary["seed"] for _ in range(2)}
     assert len(seeds) == 2
+
+
+TINY_ENGINE = """
+from whitney_loop.local.byte_lm import ByteLMBackend
+
+class Tiny(ByteLMBackend):
+    name, model, stands_in, largest_rank = "tiny", "tiny-lm", False, 8
+    losses = frozenset({"cross_entropy", "importance_sampling"})
+    suggested_learning_rate = 0.05
+
+def make(size: int, broken: bool = False):
+    if broken:
+        raise OSError("no model in folder x")
+    return Tiny()
+"""
+ON_TINY = ["--engine", "mine:make", "--engine-option", "size=1"]
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    (tmp_path / "mine.py").write_text(TINY_ENGINE)
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("loop", ["rl_loop", "sft_loop", "distillation_loop"])
+def test_every_loop_trains_on_the_engine_of_its_command(run_loop, loop):
+    own = {"rl_loop": ["--build-loss", GRPO, "--cycles", "1"], "distillation_loop": ["--cycles", "1"]}.get(loop, [])
+    done = run_loop(loop, *own, *ON_TINY, "--lora-rank", "1", "--seed", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.summary["model"] == "tiny-lm"
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_engine_gives_its_model_and_its_learning_rate(train):
+    done = train("--sample-json", "one.jsonl", *ON_TINY, "--seed", "1", "--metrics", "m.jsonl")
+    where, rate = done.stderr.splitlines()[:2]
+    assert where.endswith("(as modal): tiny-lm by tiny")
+    assert rate == "learning rate 0.05, which tiny suggests; --learning-rate changes it"
+    config = json.loads(Path("m.jsonl").read_text().splitlines()[0])["config"]
+    assert (config["model"], config["optimizer"]["learning_rate"]) == ("tiny-lm", 0.05)
+
+
+def test_a_service_by_url_gets_the_default_learning_rate(train, remote):
+    done = train(*REMOTE, "--seed", "1", **training_on(remote))
+    assert "learning rate 1e-06, the default; --learning-rate changes it" in done.stderr.splitlines()
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["--engine", "mine:make"], {}, "--engine mine:make needs --engine-option size=…"),
+        (["--engine-option", "size=1"], {}, "--engine-option needs --engine"),
+        ([*ON_TINY, "--engine-option", "colour=1"], {}, "mine:make has no 'colour'; it has size, broken"),
+        ([*ON_TINY, "--engine-option", "broken=true"], {}, "cannot start: OSError: no model in folder x"),
+        (["--engine", "theirs:make"], {}, "no module 'theirs'"),
+        ([*ON_TINY], {"WHITNEY_BASE_URL": "http://127.0.0.1:1"}, "pass --local"),
+        ([*ON_TINY, "--lora-rank", "9"], {}, "lora.rank is 9; expected an integer from 1 to 8"),
+        ([*ON_TINY, "--model", "other"], {}, 'model is "other"; tiny trains only "tiny-lm" here'),
+        (
+            [*ON_TINY, "--build-loss", "algorithms.ppo:build_loss"],
+            {},
+            "tiny has no loss ppo; it has cross_entropy, importance_sampling",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_do_what_is_asked_is_refused_before_a_service_starts(
+    train, arguments, variables, message
+):
+    done = train("--sample-json", "one.jsonl", "--dry-run", *arguments, **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not Path(".whitney_local").exists()

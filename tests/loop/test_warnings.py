@@ -43,8 +43,8 @@ def request(**params):
 @pytest.mark.parametrize(
     "warn",
     [
-        lambda w: w.learning_rate(1e-7, embedded=False) or w.learning_rate(1e-2, embedded=False),
-        lambda w: w.learning_rate(1.0, embedded=True),
+        lambda w: w.learning_rate(1e-7, rehearsal=False) or w.learning_rate(1e-2, rehearsal=False),
+        lambda w: w.learning_rate(1.0, rehearsal=True),
         lambda w: w.gap(0.05, 0) or w.gap(None, 0),
         lambda w: w.completions({"completions/truncated_frac": 0.99}, 0),
         lambda w: w.sampling([request(temperature=0.5)], "cross_entropy"),
@@ -60,8 +60,8 @@ def test_values_just_within_their_bounds_give_no_warning(warn, capsys):
 @pytest.mark.parametrize(
     ("warn", "name", "said"),
     [
-        (lambda w: w.learning_rate(0.99e-7, embedded=False), "learning_rate", "--learning-rate 9.9e-08"),
-        (lambda w: w.learning_rate(1.01e-2, embedded=False), "learning_rate", "--learning-rate 0.0101"),
+        (lambda w: w.learning_rate(0.99e-7, rehearsal=False), "learning_rate", "--learning-rate 9.9e-08"),
+        (lambda w: w.learning_rate(1.01e-2, rehearsal=False), "learning_rate", "--learning-rate 0.0101"),
         (lambda w: w.gap(0.051, 3), "logprobs", "in cycle 3"),
         (lambda w: w.completions({"completions/truncated_frac": 1}, 2), "truncated", "Raise max_tokens"),
         (lambda w: w.sampling([request(temperature=0.5, top_p=0.9)], "dro"), "sampling",

@@ -17,6 +17,7 @@ from whitney_loop.losses import LOSS_SUPPORT
 
 REQUIRED: Any = MISSING  # as the default of an option that must be given
 LONGEST_TIMEOUT_S = 1e9  # 30 years, which a socket can still take
+LEARNING_RATE = 1e-6  # of Whitney's own example; safe for a language model
 LAST = "last"  # as --resume-from: the newest state in the metrics file
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
@@ -34,7 +35,7 @@ def option(
     at_least: int | None = None,
     choices: Sequence[str] | None = None,
 ) -> Any:
-    """One option of a dataclass of options; default REQUIRED if it must be given."""
+    """One option of a dataclass of options; default REQUIRED if it must be given, () if it is repeatable."""
     about = {"help": help, "group": group, "metavar": metavar, "at_least": at_least, "choices": choices}
     return field(default=default, metadata=about)
 
@@ -46,7 +47,11 @@ class LoopOptions:
     provider: str = option("modal", "whose losses and rules apply", group="what to train", choices=sorted(LOSS_SUPPORT))
     model: str | None = option(None, "required unless the embedded service is used", group="what to train")
     lora_rank: int = option(32, "rank of the trained adapter", group="what to train", at_least=1)
-    learning_rate: float = option(1e-6, "of the optimizer, AdamW", group="what to train")
+    learning_rate: float | None = option(
+        None,
+        f"of the optimizer, AdamW; default: the one that the engine suggests, if there is one, else {LEARNING_RATE:g}",
+        group="what to train",
+    )
     seed: int | None = option(None, "of adapter, sampling and data order; default: drawn", group="what to train")
 
     base_url: str | None = option(
@@ -58,6 +63,15 @@ class LoopOptions:
     local: bool = option(False, "rehearse on the embedded service, whatever else is set", group="where to train")
     storage: Path | None = option(
         None, "folder of the embedded service; default: .whitney_local", group="where to train"
+    )
+    engine: str | None = option(
+        None,
+        "rehearse on another engine than byte-lm, such as engines.torch_lora:make",
+        group="where to train",
+        metavar="MODULE:CALLABLE",
+    )
+    engine_option: Sequence[str] = option(
+        (), "an argument of that callable; repeatable", group="where to train", metavar="NAME=VALUE"
     )
     timeout: float = option(3600.0, "seconds that one operation may take", group="where to train")
 
@@ -117,6 +131,9 @@ def _add_option(group: Any, entry: Field[Any], kind: Any) -> None:
     if kind is bool:
         group.add_argument(flag, action="store_true", help=about["help"])
         return
+    if entry.default == ():
+        group.add_argument(flag, action="append", default=[], metavar=about["metavar"], help=about["help"])
+        return
     if isinstance(kind, types.UnionType):  # X | None
         kind = next(member for member in typing.get_args(kind) if member is not type(None))
     required = entry.default is MISSING
@@ -142,6 +159,8 @@ def check_ranges(options: LoopOptions) -> None:
         raise UsageError(f"--timeout is {options.timeout}, expected seconds above 0 and below {LONGEST_TIMEOUT_S:g}")
     if options.seed is not None and not 0 <= options.seed < 2**63:
         raise UsageError(f"--seed is {options.seed}, expected 0 to 2^63 − 1")
+    if options.engine_option and not options.engine:
+        raise UsageError("--engine-option needs --engine")
     if options.recover and not options.journal:
         raise UsageError("--recover needs --journal PATH")
 

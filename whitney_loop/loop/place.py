@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from whitney_loop.client import WhitneyClient
 from whitney_loop.errors import ConfigurationError
-from whitney_loop.local import serve
+from whitney_loop.local import Backend, load_backend, serve
+from whitney_loop.local.byte_lm import ByteLMBackend
+from whitney_loop.local.requests import ServiceError, run_request
 from whitney_loop.loop.options import LoopOptions, UsageError
-
-EMBEDDED_MODEL = "byte-lm"
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Place:
     client: WhitneyClient
     embedded: bool
     description: str  # as the user is told
+    decode: Callable[[Sequence[int]], str] | None = None  # of the engine, if it has a tokenizer
 
 
 def is_embedded(options: LoopOptions) -> bool:
@@ -33,6 +34,10 @@ def is_embedded(options: LoopOptions) -> bool:
     if options.local:
         return True
     if options.base_url or os.environ.get("WHITNEY_BASE_URL"):
+        if options.engine:
+            raise UsageError(
+                "--engine needs the embedded service, but a base URL is set: pass --local, or leave --engine out"
+            )
         return False
     if os.environ.get("WHITNEY_API_KEY"):
         raise UsageError(
@@ -42,13 +47,38 @@ def is_embedded(options: LoopOptions) -> bool:
     return True
 
 
-@contextmanager
-def open_place(options: LoopOptions) -> Iterator[Place]:
-    """A client of the service; the embedded service runs until the block ends. Raise UsageError if it cannot be used.
+def load_engine(options: LoopOptions) -> Backend | None:
+    """The engine of the embedded service, with its model loaded; None if a service by URL trains.
 
-    ``options.local`` has been settled: true for the embedded service, whichever way it was chosen.
+    Raise UsageError if it cannot start, or would refuse the run that the options ask for.
     """
-    if not options.local:
+    if not is_embedded(options):
+        return None
+    if not options.engine:
+        return ByteLMBackend()
+    try:
+        return load_backend(options.engine, options.engine_option)
+    except ValueError as error:
+        raise UsageError(f"{error}") from None
+
+
+def require_within_limits(backend: Backend, options: LoopOptions, loss_function: str | None) -> None:
+    """Raise UsageError if the engine would refuse the run or the loss that the options ask for."""
+    try:
+        run_request(options.provider, {"model": options.model, "lora": {"rank": options.lora_rank}}, backend)
+    except ServiceError as error:
+        raise UsageError(f"{error}") from None
+    if loss_function not in {None, *backend.losses}:
+        raise UsageError(f"{backend.name} has no loss {loss_function}; it has {', '.join(sorted(backend.losses))}")
+
+
+@contextmanager
+def open_place(options: LoopOptions, backend: Backend | None) -> Iterator[Place]:
+    """A client of the service; the embedded service, in front of ``backend``, runs until the block ends.
+
+    Raise UsageError if it cannot be used.
+    """
+    if backend is None:
         try:
             client = WhitneyClient(options.base_url, operation_timeout_s=options.timeout, ca_file=options.ca_file)
         except ConfigurationError as error:
@@ -57,9 +87,10 @@ def open_place(options: LoopOptions) -> Iterator[Place]:
         return
     with ExitStack() as stack:
         try:
-            service = stack.enter_context(serve(options.storage))
+            service = stack.enter_context(serve(options.storage, backend))
         except OSError as error:
             raise UsageError(f"the embedded service cannot start: {error}") from None
         client = WhitneyClient(service.base_url, service.api_key, operation_timeout_s=options.timeout)
-        where = f"the embedded service at {client.base_url} (as {options.provider}): nothing is billed"
-        yield Place(client, True, where)
+        where = f"the embedded service at {client.base_url} (as {options.provider}): "
+        where += "nothing is billed" if backend.stands_in else f"{backend.model} by {backend.name}"
+        yield Place(client, True, where, backend.decode)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import whitney_loop
 from whitney_loop.build_loss import LoopContext
@@ -21,14 +21,17 @@ from whitney_loop.errors import keep_out_of_errors
 from whitney_loop.lifecycle import lora_run, stop_waiting, training_session
 from whitney_loop.loop.history import History, open_history
 from whitney_loop.loop.journal import check_journal, kept_journal, recover_session
-from whitney_loop.loop.options import LoopOptions, Options, UsageError, check_ranges
-from whitney_loop.loop.place import EMBEDDED_MODEL, Place, is_embedded, open_place
+from whitney_loop.loop.options import LEARNING_RATE, LoopOptions, Options, UsageError, check_ranges
+from whitney_loop.loop.place import Place, load_engine, open_place, require_within_limits
 from whitney_loop.loop.prompts import SEED_BITS
 from whitney_loop.loop.report import CallableError, Summary, log_on_stderr, print_summary, say, show_error
 from whitney_loop.loop.signals import EndedBySignal, handle_signals, ignore_signals, restore_default_signals
 from whitney_loop.loop.training import Training
 from whitney_loop.loop.warnings import Warnings
 from whitney_loop.payloads import adamw_optimizer
+
+if TYPE_CHECKING:
+    from whitney_loop.local import Backend
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,21 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
     check_ranges(options)
     with open_history(options) as history:
         options = _with_absolute_paths(options)
-        seed_is_drawn = options.seed is None and not history.configs
-        options = _settled(options, history)
+        backend = load_engine(options)
+        given, options = options, _settled(options, history, backend)
         work = prepare(options, history.first_cycle)
         config = _config(options, work)
         history.require_same(config)
-        with open_place(options) as place:
+        if backend:
+            require_within_limits(backend, options, work.loss_function)
+        with open_place(options, backend) as place:
             say(f"training on {place.description}")
-            if seed_is_drawn:
+            if given.seed is None and not history.configs:
                 say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
+            if given.learning_rate is None:
+                say(f"learning rate {options.learning_rate:g}, {_origin(backend)}; --learning-rate changes it")
             warnings = Warnings(summary.warnings)
-            warnings.learning_rate(options.learning_rate, embedded=place.embedded)
+            warnings.learning_rate(options.learning_rate, rehearsal=bool(backend and backend.stands_in))
             warnings.sampling(work.requests, work.loss_function)
             for note in [*work.notes, *_start_notes(history, config)]:
                 say(note)
@@ -115,7 +122,7 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
 
 def _open_and_train(options: LoopOptions, work: Work, history: History, place: Place, summary: Summary) -> None:
     """Open a session and a run in it, train, and close both."""
-    client, provider, model = place.client, options.provider, options.model or EMBEDDED_MODEL
+    client, provider, model = place.client, options.provider, options.model or ""
     with (
         kept_journal(options.journal, place, provider) as journal,
         training_session(client, provider=provider, idempotency_key=journal.session_key) as session_id,
@@ -154,21 +161,33 @@ def _with_absolute_paths(options: Options) -> Options:
     return replace(options, **{name: path.absolute() for name, path in paths.items() if path})
 
 
-def _settled(options: Options, history: History) -> Options:
-    """The options with all that follows from the environment, from the run to resume, or from chance."""
-    embedded = is_embedded(options)
-    if not options.model and not embedded:
+def _settled(options: Options, history: History, backend: Backend | None) -> Options:
+    """The options with all that follows from the engine, from the run to resume, or from chance."""
+    model = options.model or (backend.model if backend else None)
+    if not model:
         raise UsageError("--model is required unless the embedded service is used (--local rehearses)")
+    rate = options.learning_rate
+    if rate is None:
+        rate = _suggested(backend) or LEARNING_RATE
     seed = options.seed
     if seed is None and history.configs:
         seed = history.configs[0].get("seed")
     if seed is None:
         seed = random.SystemRandom().getrandbits(SEED_BITS)
-    return replace(options, local=embedded, model=options.model or EMBEDDED_MODEL, seed=seed)
+    return replace(options, local=backend is not None, model=model, learning_rate=rate, seed=seed)
+
+
+def _suggested(backend: Backend | None) -> float | None:
+    return backend.suggested_learning_rate if backend else None
+
+
+def _origin(backend: Backend | None) -> str:
+    return f"which {backend.name} suggests" if backend and _suggested(backend) else "the default"
 
 
 def _config(options: LoopOptions, work: Work) -> dict[str, Any]:
     """What the metrics file keeps of a start: the options, and the facts of the data set."""
+    assert options.learning_rate is not None  # they are settled
     try:
         optimizer = adamw_optimizer(options.learning_rate)
     except ValueError as error:

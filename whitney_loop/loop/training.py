@@ -32,6 +32,7 @@ class Training:
         self.run_id = ctx.run_id
         self.ctx = ctx
         self.seed = options.seed or 0
+        assert options.learning_rate is not None  # they are settled
         self.optimizer = adamw_optimizer(options.learning_rate)
         self.end = cycles.stop
         self.summary = summary

@@ -26,9 +26,9 @@ class Warnings:
             self._printed.append(name)
             say(f"warning: {text}")
 
-    def learning_rate(self, rate: float, *, embedded: bool) -> None:
+    def learning_rate(self, rate: float | None, *, rehearsal: bool) -> None:
         low, high = LEARNING_RATES
-        if not embedded and not low <= rate <= high:
+        if rate is not None and not rehearsal and not low <= rate <= high:
             self.once(
                 "learning_rate",
                 f"--learning-rate {rate:g} is outside {low:g}…{high:g}, the usual range for LoRA on language models: a "
