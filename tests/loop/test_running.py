@@ -287,4 +287,4 @@ def test_a_second_signal_during_the_last_save_skips_it_and_closes(loop, service,
     with FaultProxy(service.base_url, rate=1, kinds=["stall"], only=interrupts) as proxy:
         code, summary, err = loop(service, proxy.base_url, 4, build_loss=IS_ENDED, exchange_timeout_s=60.0)
     assert (code, summary["state_id"]) == (130, None)
-    assert "no state is saved: SIGTERM" in err and left_open(all_sessions()) == []
+    assert "no state is saved: Ctrl-C" in err and left_open(all_sessions()) == []

@@ -55,7 +55,7 @@ def _set(handler: object) -> None:
 
 def _raise(number: int, _: object) -> None:
     _received.append(number)
-    raise EndedBySignal(number)
+    raise EndedBySignal(_received[0])  # a second one ends the waiting; the loop was ended by the first
 
 
 if hasattr(os, "register_at_fork"):
