@@ -1,4 +1,4 @@
-"""CONTRACT.md, "Endpoints": capabilities, sessions and runs, from creation to the end."""
+"""whitney_loop/CONTRACT.md, section 2: capabilities, sessions and runs, from creation to the end."""
 
 from __future__ import annotations
 

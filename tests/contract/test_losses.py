@@ -1,4 +1,4 @@
-"""CONTRACT.md, "Operations" (the datum) and "What is accepted, by loss"."""
+"""whitney_loop/CONTRACT.md, section 4.4 (the datum) and section 5."""
 
 from __future__ import annotations
 

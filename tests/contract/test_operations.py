@@ -1,4 +1,4 @@
-"""CONTRACT.md, "Operations": what each kind takes and gives."""
+"""whitney_loop/CONTRACT.md, section 4: what each kind takes and gives."""
 
 from __future__ import annotations
 

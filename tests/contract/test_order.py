@@ -1,4 +1,4 @@
-"""CONTRACT.md, "Order and exactly-once"; the numbers are its numbers."""
+"""whitney_loop/CONTRACT.md, section 3; the numbers of the tests are its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CONTRACT.md, "Transport"."""
+"""whitney_loop/CONTRACT.md, section 1."""
 
 from __future__ import annotations
 
