@@ -22,6 +22,7 @@ if (Path(__file__).resolve().parent.parent / "whitney_loop" / "__init__.py").is_
 
 from whitney_loop import (
     Datum,
+    SecondRun,
     check_payload,
     completion_logprobs,
     forward_backward_payload,
@@ -45,7 +46,6 @@ from whitney_loop.loop import (
     read_requests,
     requests_of_cycle,
     run_training,
-    say,
     train_on_examples,
     trained_tokens,
 )
@@ -99,7 +99,7 @@ def prepare(options: Options, first_cycle: int) -> Work:
 def train(training: Training, options: Options, requests: Sequence[Request], teacher_data: list[Datum]) -> None:
     """Each cycle: the student samples, the teacher scores, the student steps; then a saved state and an adapter."""
     client, run, summary = training.client, training.run_id, training.summary
-    teacher_run, teacher_sampler = open_teacher(training, options, teacher_data)
+    teacher = open_teacher(training, options, teacher_data)
     for cycle in training.cycles():
         [request] = requests_of_cycle(requests, 1, training.seed, cycle)
         prompt = request["prompt"]["token_ids"]
@@ -111,11 +111,11 @@ def train(training: Training, options: Options, requests: Sequence[Request], tea
                 raise ValueError(f"every completion of cycle {cycle} is empty: give another prompt")
 
             asked = [logprobs_request(prompt + sequence["tokens"]) for sequence in sequences]
-            answers = client.sampler_operations(teacher_run, teacher_sampler, "logprobs", asked)
+            answers = client.sampler_operations(teacher.run_id, teacher.sampler_id, "logprobs", asked)
             data, gaps = [], []
             for sequence, answer in zip(sequences, answers, strict=True):
-                teacher, student = completion_logprobs(answer, prompt), sequence["logprobs"]
-                advantages = [theirs - own for theirs, own in zip(teacher, student, strict=True)]
+                expert, student = completion_logprobs(answer, prompt), sequence["logprobs"]
+                advantages = [theirs - own for theirs, own in zip(expert, student, strict=True)]
                 data.append(rl_datum(prompt, sequence["tokens"], student, advantages))
                 gaps += advantages
         payload = forward_backward_payload(data, LOSS_FUNCTION)
@@ -136,14 +136,13 @@ def train(training: Training, options: Options, requests: Sequence[Request], tea
     training.exported(client.run_operation(run, "export_lora", {}))
 
 
-def open_teacher(training: Training, options: Options, data: list[Datum]) -> tuple[str, str]:
-    """The teacher's run, which ends with the student's, and a sampler of its frozen weights."""
-    run = training.open_second_run(options.teacher_state)
-    tokens = train_on_examples(training, run, data, options.teacher_epochs, TEACHER_BATCH)
-    saved = training.client.run_operation(run, "save_weights_for_sampler", {})
-    say(f"teacher {run} is frozen at version {saved.get('version')}")
-    training.summary.results = {"teacher_run_id": run, "teacher_tokens_trained": tokens}
-    return run, result_sampler_id(saved)
+def open_teacher(training: Training, options: Options, data: list[Datum]) -> SecondRun:
+    """The teacher's run: from its state, or trained on ``data`` first. A resumed training has its state already."""
+    teacher = training.ctx.second_run("teacher", state_id=options.teacher_state)
+    epochs = 0 if teacher.state_id else options.teacher_epochs
+    tokens = train_on_examples(training, teacher.run_id, data, epochs, TEACHER_BATCH)
+    training.summary.results = {"teacher_run_id": teacher.run_id, "teacher_tokens_trained": tokens}
+    return teacher
 
 
 if __name__ == "__main__":

@@ -116,10 +116,14 @@ class FixedClient:
         return {"outputs": [{"values": [9.0, *values]} for values in VALUES], "loss": 1.5}
 
 
+def second_run(name, **_):
+    return SimpleNamespace(run_id=f"run-{name}", sampler_id=f"smp-{name}")
+
+
 def context(provider):
     return SimpleNamespace(
         client=FixedClient(), run_id="run-1", sampler_id="smp-0", session_id="ses-1", model="m", provider=provider,
-        metrics={}, state={"critic": "run-critic"},
+        metrics={}, state={}, second_run=second_run,
     )  # fmt: skip
 
 
@@ -187,14 +191,11 @@ def test_a_uniform_group_has_no_gradient_signal(name, provider, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["grpo_kl", "reinforce_pp", "reinforce_pp_baseline"])
-def test_the_reference_is_the_sampler_of_cycle_0(name, monkeypatch):
+def test_the_reference_is_a_second_run(name, monkeypatch):
     ctx = context("modal")
-    with pytest.raises(NoGradientSignal):  # also where cycle 0 has no signal
-        build(name, "modal", monkeypatch, rewards=[1.0, 1.0, 1.0], ctx=ctx)
-    for sampler_id in ("smp-1", "smp-2"):
-        ctx.sampler_id = sampler_id
+    for _ in range(2):
         build(name, "modal", monkeypatch, ctx=ctx)
-    assert ctx.client.asked == [("logprobs", "run-1", "smp-0")] * 6
+    assert ctx.client.asked == [("logprobs", "run-reference", "smp-reference")] * 6
 
 
 def test_the_critic_is_asked_for_the_values_of_the_sample_and_learns_its_returns_by_several_updates(monkeypatch):

@@ -14,7 +14,14 @@ from whitney_loop.advantages import (
     length_normalize,
     soft_advantages,
 )
-from whitney_loop.build_loss import BuildLoss, LoopContext, NoGradientSignal, clip_arguments, policy_payload
+from whitney_loop.build_loss import (
+    BuildLoss,
+    LoopContext,
+    NoGradientSignal,
+    SecondRun,
+    clip_arguments,
+    policy_payload,
+)
 from whitney_loop.client import WhitneyClient, result_sampler_id, result_sequences
 from whitney_loop.datums import (
     Datum,
@@ -67,6 +74,7 @@ __all__ = [
     "PendingOperation",
     "RequestRejected",
     "RunBroken",
+    "SecondRun",
     "ServiceUnavailable",
     "Tensor",
     "UnexpectedResponse",

@@ -8,9 +8,10 @@ most build_loss functions: from advantages to the payload.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whitney_loop.datums import rl_datum
@@ -22,6 +23,26 @@ if TYPE_CHECKING:
 
 class NoGradientSignal(ValueError):
     """Raised by a build_loss to skip the step of this cycle, for example because all rewards are equal."""
+
+
+@dataclass
+class SecondRun:
+    """A run beside the policy's, in the same session. Its operations are ordered and billed like any other."""
+
+    client: WhitneyClient
+    run_id: str
+    state_id: str | None  # that it was opened from, or last saved as; None: the base model
+    frozen: bool
+
+    @cached_property
+    def sampler_id(self) -> str:
+        """A sampler of the weights that it has when this is asked for the first time."""
+        saved = self.client.run_operation(self.run_id, "save_weights_for_sampler", {})
+        return str(saved["sampler_id"])
+
+
+def _without_a_loop(name: str, **_: object) -> SecondRun:
+    raise RuntimeError(f"the second run {name!r} needs a loop of whitney_loop.loop, which saves and ends it")
 
 
 @dataclass
@@ -41,7 +62,15 @@ class LoopContext:
     metrics: dict[str, Any] = field(default_factory=dict)
     """Filled by the build_loss, logged with the cycle, emptied before the next."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Lives as long as the loop: the run id of a critic, the reference sampler of cycle 0."""
+    """Lives as long as the loop; it does not come back when a training is resumed."""
+    second_run: Callable[..., SecondRun] = _without_a_loop
+    """``second_run(name, *, rank=None, state_id=None, frozen=False)``: a run beside the policy's, such as a critic.
+
+    The first call opens it, at the base model or from ``state_id``; later calls return it. A call with another
+    ``state_id`` ends it and opens it anew from that state. ``rank`` is the policy's unless given. The run ends with the
+    training. With each saved state it is saved too, unless it is ``frozen``: a frozen run is never stepped. A resumed
+    training opens it from its saved state, which the metrics file names; without that file ValueError is raised.
+    """
     resources: ExitStack = field(default_factory=ExitStack)
     """Closed by the loop: ``ctx.resources.enter_context(lora_run(…))`` opens a run that is cleaned up on every exit."""
 

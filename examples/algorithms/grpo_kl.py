@@ -1,8 +1,8 @@
 """GRPO with a KL penalty against the model that training started from, per token in the advantage.
 
 A_t = (reward − group mean) / population deviation of the group − KL_COEF·(sampled logprob − reference logprob), under
-PPO's surrogate. The reference is the sampler of cycle 0, which a service keeps as long as the run; each completion
-costs a ``logprobs``. A group with equal rewards is skipped: its penalty has a gradient, but it would only pull back.
+PPO's surrogate. The reference is a second run of the base model, which is never stepped; each completion costs a
+``logprobs``. A group with equal rewards is skipped: its penalty has a gradient, but it would only pull back.
 GRPO, arXiv 2402.03300. Modal and Tinker. Updates: several (``--updates 4``).
 Divisor: none, a sum over tokens; the paper divides by the length of each completion and by their number. Otherwise than
 in the paper the KL is part of the advantage, and its estimate is that of one token (k1, there k3).
@@ -30,7 +30,6 @@ KL_COEF = 0.04
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    reference = ctx.state.setdefault("reference", ctx.sampler_id)
     sequences = sample["sequences"]
     rewards = [reward(sequence["tokens"]) for sequence in sequences]
     ctx.metrics["reward"] = rewards
@@ -39,7 +38,8 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
     prompt = request["prompt"]["token_ids"]
     asked = [logprobs_request(prompt + sequence["tokens"]) for sequence in sequences]
-    answers = ctx.client.sampler_operations(ctx.run_id, reference, "logprobs", asked)
+    reference = ctx.second_run("reference", frozen=True)
+    answers = ctx.client.sampler_operations(reference.run_id, reference.sampler_id, "logprobs", asked)
     penalised = [
         kl_adjust_advantages(
             [advantage] * len(sequence["tokens"]),

@@ -25,7 +25,6 @@ from whitney_loop import (
     critic_datum,
     forward_backward_payload,
     generalized_advantages,
-    lora_run,
     rl_datum,
     sft_datum,
 )
@@ -55,10 +54,7 @@ def build_batch_loss(
         completions += [(request["prompt"]["token_ids"], sequence) for sequence in kept]
     if not completions:
         raise NoGradientSignal("every completion is empty")
-    if "critic" not in ctx.state:
-        run = lora_run(ctx.client, ctx.session_id, model=ctx.model, rank=CRITIC_RANK, seed=0)
-        ctx.state["critic"] = ctx.resources.enter_context(run)
-    critic = ctx.state["critic"]
+    critic = ctx.second_run("critic", rank=CRITIC_RANK).run_id
     asked = forward_backward_payload([sft_datum(prompt, s["tokens"]) for prompt, s in completions], "ppo_critic")
     check_payload(asked, ctx.provider, kind="forward")
     outputs = ctx.client.run_operation(critic, "forward", asked).get("outputs") or []

@@ -2,8 +2,8 @@
 
 A_t = reward − KL_COEF·Σ_{u≥t} (sampled logprob − reference logprob), then mean 0 and population deviation 1 over all
 tokens of the batch, under PPO's surrogate. The batch is all prompts of a cycle (``--batch-size``), so the loop calls
-``build_batch_loss``. The reference is the sampler of cycle 0, which a service keeps as long as the run; each completion
-costs a ``logprobs``. If all rewards are equal, the cycle is skipped: otherwise the normalised KL would be the signal.
+``build_batch_loss``. The reference is a second run of the base model, which is never stepped; each completion costs a
+``logprobs``. If all rewards are equal, the cycle is skipped: otherwise the normalised KL would be the signal.
 REINFORCE++, arXiv 2501.03262. Modal and Tinker. Updates: several (``--updates 4``).
 Divisor: none, a sum over tokens.
 Constants: the clip range is that of PPO's paper (0.2 on both sides); KL_COEF is our choice.
@@ -39,7 +39,6 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
 def build_batch_loss(
     samples: list[dict[str, Any]], cycle: int, requests: list[dict[str, Any]], ctx: LoopContext
 ) -> dict[str, Any]:
-    reference = ctx.state.setdefault("reference", ctx.sampler_id)
     ctx.metrics["reward"], completions = [], []
     for sample, request in zip(samples, requests, strict=True):
         for sequence in sample["sequences"]:
@@ -51,7 +50,8 @@ def build_batch_loss(
     if all_zero(centered):
         raise NoGradientSignal("every completion of the batch has the same reward")
     asked = [logprobs_request(prompt + sequence["tokens"]) for prompt, sequence, _ in completions]
-    answers = ctx.client.sampler_operations(ctx.run_id, reference, "logprobs", asked)
+    reference = ctx.second_run("reference", frozen=True)
+    answers = ctx.client.sampler_operations(reference.run_id, reference.sampler_id, "logprobs", asked)
     returns = [
         kl_shaped_returns(scored, sequence["logprobs"], completion_logprobs(answer, prompt), kl_coef=KL_COEF)
         for (prompt, sequence, scored), answer in zip(completions, answers, strict=True)

@@ -5,11 +5,12 @@ and population deviation 1 over all tokens of the batch. The KL has the gradient
 ½·KL_COEF·(logprob − reference logprob)² on the first update; later the ratio and the clip act on it too.
 The batch is all groups of a cycle (``--batch-size``): the loop calls ``build_batch_loss``. A group with equal rewards
 is left out and does not count in mean and deviation: its zeros would make all other advantages larger, and the mean
-would give it an advantage for no reason. The reference is the sampler of cycle 0, which a service keeps as long as the
-run; each completion costs a ``logprobs``.
+would give it an advantage for no reason. The reference is a second run that is never stepped: the base model, and after
+every RENEW_EVERY cycles the policy as it is then. Each completion costs a ``logprobs``.
 REINFORCE++, arXiv 2501.03262. Modal and Tinker. Updates: several (``--updates 4``).
 Divisor: none, a sum over tokens.
-Constants: the clip range is that of PPO's paper (0.2 on both sides); KL_COEF is our choice.
+Constants: the clip range is that of PPO's paper (0.2 on both sides); KL_COEF and RENEW_EVERY are our choice
+(the paper keeps one reference; later work renews it).
 """
 
 from typing import Any
@@ -30,9 +31,13 @@ from whitney_loop import (
 )
 
 LOSS_FUNCTION = "ppo"
-OPERATIONS = ("logprobs",)  # besides the loop's own: a service without them is refused before a session exists
+OPERATIONS = (
+    "logprobs",
+    "save_state",
+)  # besides the loop's own: a service without them is refused before a session exists
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
 KL_COEF = 0.01
+RENEW_EVERY = 20  # cycles; a far reference holds the policy back
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
@@ -43,7 +48,6 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
 def build_batch_loss(
     samples: list[dict[str, Any]], cycle: int, requests: list[dict[str, Any]], ctx: LoopContext
 ) -> dict[str, Any]:
-    reference = ctx.state.setdefault("reference", ctx.sampler_id)
     ctx.metrics["reward"], completions, rows, uniform = [], [], [], 0
     for sample, request in zip(samples, requests, strict=True):
         rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
@@ -60,7 +64,11 @@ def build_batch_loss(
     if not completions:
         raise NoGradientSignal("every group has one reward for all its completions")
     asked = [logprobs_request(prompt + sequence["tokens"]) for prompt, sequence in completions]
-    answers = ctx.client.sampler_operations(ctx.run_id, reference, "logprobs", asked)
+    state_id = None
+    if cycle and cycle % RENEW_EVERY == 0:
+        state_id = ctx.client.run_operation(ctx.run_id, "save_state", {})["state_id"]
+    reference = ctx.second_run("reference", frozen=True, state_id=state_id)
+    answers = ctx.client.sampler_operations(reference.run_id, reference.sampler_id, "logprobs", asked)
     clip, config = clip_arguments(ctx.provider, CLIP_LOW, CLIP_HIGH)
     data = []
     for (prompt, sequence), row, answer in zip(completions, batch_normalize(rows), answers, strict=True):

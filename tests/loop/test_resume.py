@@ -1,5 +1,6 @@
 """Runs that are resumed continue as if they had never stopped: the same weights, bit by bit, and the same metrics."""
 
+import importlib
 import json
 import re
 import signal
@@ -144,3 +145,47 @@ def test_the_printed_options_are_enough_without_a_metrics_file_or_a_seed(train, 
     [options] = re.findall(r"the same command with: (.*)\n", stopped.stderr)
     resumed = train("rl_loop", *failing, *options.split())
     assert resumed.adapter == train("rl_loop", *RL, "--seed", seed, "--cycles", "7").adapter
+
+
+# Second runs
+
+
+def second_runs_of(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line["second_runs"] for line in lines if "second_runs" in line]
+
+
+@pytest.mark.parametrize("name", ["ppo_critic", "grpo_kl", "reinforce_pp", "reinforce_pp_baseline"])
+def test_a_training_with_a_second_run_is_resumed_exactly(train, folder, monkeypatch, name):
+    if name == "reinforce_pp_baseline":
+        monkeypatch.setattr(
+            importlib.import_module(f"algorithms.{name}"), "RENEW_EVERY", 2
+        )  # also before the resumption
+    rl = ("--build-loss", f"algorithms.{name}:build_loss", *RL[2:])
+    whole = train("rl_loop", *rl, "--seed", "1", "--cycles", "5", "--metrics", "whole.jsonl")
+    first = train("rl_loop", *rl, "--seed", "1", "--cycles", "3", "--metrics", "parts.jsonl")
+    second = train("rl_loop", *rl, "--cycles", "2", "--metrics", "parts.jsonl", "--resume-from", "last")
+    assert second.adapter == whole.adapter != first.adapter
+    assert metrics_of(folder / "parts.jsonl") == metrics_of(folder / "whole.jsonl")
+    [states, _] = second_runs_of(folder / "parts.jsonl")
+    expected = {"ppo_critic": {"critic": str}, "reinforce_pp_baseline": {"reference": str}}
+    assert {run: type(state) for run, state in states.items()} == expected.get(name, {"reference": type(None)})
+    assert "ctx.state" not in second.stderr
+
+
+def test_distillation_is_resumed_with_its_teacher_which_is_not_trained_again(train, folder):
+    distil = ("--teacher-data", "examples.jsonl", "--teacher-epochs", "1", "--sample-json", "prompts.jsonl", *COMMON)
+    whole = train("distillation_loop", *distil, "--seed", "1", "--cycles", "4", "--metrics", "whole.jsonl")
+    train("distillation_loop", *distil, "--seed", "1", "--cycles", "2", "--metrics", "parts.jsonl")
+    resumed = train("distillation_loop", *distil, "--cycles", "2", "--metrics", "parts.jsonl", "--resume-from", "last")
+    assert resumed.summary["teacher_tokens_trained"] == 0 < whole.summary["teacher_tokens_trained"]
+    assert resumed.adapter == whole.adapter
+    assert metrics_of(folder / "parts.jsonl") == metrics_of(folder / "whole.jsonl")
+
+
+def test_a_second_run_is_not_resumed_without_the_metrics_file_that_names_its_state(train, run_loop):
+    rl = ("--build-loss", "algorithms.grpo_kl:build_loss", *RL[2:], "--seed", "1")
+    first = train("rl_loop", *rl, "--cycles", "2")
+    again = run_loop("rl_loop", *rl, "--resume-from", first.summary["state_id"], "--first-cycle", "2")
+    assert again.returncode == 1
+    assert "the second run 'reference' cannot be resumed: its state is in the metrics file" in again.stderr

@@ -1,8 +1,9 @@
 """The file of ``--metrics``: what a run has done so far, and where it goes on.
 
 It is JSONL, in the order of what happened, of three kinds of lines: ``{"config": …}`` when a run begins or is resumed,
-``{"cycle": …, …}`` with the metrics of a cycle, and ``{"state_id": …, "next_cycle": …}`` when a state was saved. A
-state's line comes after those of the cycles that it holds; what follows it in the file is not part of the state.
+``{"cycle": …, …}`` with the metrics of a cycle, and ``{"state_id": …, "next_cycle": …}`` when a state was saved, with
+``second_runs``, the states of the runs beside it by name. A state's line comes after those of the cycles that it
+holds; what follows it in the file is not part of the state.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -70,6 +71,7 @@ class History:
 
     first_cycle: int = 0
     state_id: str | None = None  # to resume from; None: a new run
+    second_runs: Mapping[str, str | None] = field(default_factory=dict)  # their states by name, at that state
     configs: tuple[dict[str, Any], ...] = ()  # of the run's beginning, and of each time that it was resumed
     path: Path | None = None
     kept_bytes: int = 0  # of the file: up to the state's line
@@ -224,7 +226,16 @@ def _continued(options: LoopOptions, path: Path, file: IO[bytes]) -> History:
             f"--metrics {path} has lost its first line, the options of the run: resume without this file, by "
             f"--resume-from {state['state_id']} --first-cycle {next_cycle} --seed SEED"
         )
-    return History(next_cycle, state["state_id"], configs, path.absolute(), end, rest if rest.strip() else b"", file)
+    return History(
+        first_cycle=next_cycle,
+        state_id=state["state_id"],
+        second_runs=state.get("second_runs", {}),
+        configs=configs,
+        path=path.absolute(),
+        kept_bytes=end,
+        superseded=rest if rest.strip() else b"",
+        _file=file,
+    )
 
 
 def _created(path: Path) -> IO[bytes]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from whitney_loop.build_loss import LoopContext
-from whitney_loop.lifecycle import lora_run
 from whitney_loop.loop.finite import is_not_finite, not_finite, reported_loss
 from whitney_loop.loop.history import History
 from whitney_loop.loop.metrics import Payload
 from whitney_loop.loop.options import LoopOptions
 from whitney_loop.loop.report import Summary, formatted, on_a_terminal, say
+from whitney_loop.loop.second_runs import SecondRuns
 from whitney_loop.loop.signals import raise_if_signalled
 from whitney_loop.loop.warnings import Warnings
 from whitney_loop.payloads import adamw_optimizer
@@ -37,7 +37,8 @@ class Training:
         self.end = cycles.stop
         self.summary = summary
         self.warnings = Warnings(summary.warnings)
-        self._lora_rank = options.lora_rank
+        self._second_runs = SecondRuns(options, ctx, history)
+        ctx.second_run = self._second_runs.open
         self._cycles = cycles
         self._save_every = options.save_every
         self._history = history
@@ -51,14 +52,6 @@ class Training:
             raise_if_signalled()
             self._cycle_started = time.monotonic()
             yield cycle
-
-    def open_second_run(self, state_id: str | None) -> str:
-        """Start a run beside the trained one, from a saved state or anew; it ends with this training. Return its id."""
-        ctx = self.ctx
-        new_run = lora_run(
-            ctx.client, ctx.session_id, model=ctx.model, rank=self._lora_rank, seed=self.seed, resume_from=state_id
-        )
-        return ctx.resources.enter_context(new_run)
 
     def record(self, entry: Mapping[str, Any], line: str) -> None:
         """Keep the metrics of a cycle, and print its line of progress.
@@ -120,14 +113,16 @@ class Training:
         """Whether ``--save-every`` asks for a state after this cycle; after the last one a state is saved anyway."""
         return bool(self._save_every) and (cycle + 1) % (self._save_every or 1) == 0 and cycle + 1 < self.end
 
-    def saved(self, result: Mapping[str, Any], *, next_cycle: int) -> None:
-        """Keep the state that ``save_state`` gave, from which ``next_cycle`` can be trained."""
+    def saved(self, result: Mapping[str, Any], *, next_cycle: int, timeout_s: float | None = None) -> None:
+        """Keep the state that ``save_state`` gave, from which ``next_cycle`` can be trained; save second runs too."""
         state_id = result.get("state_id")
         if state_id is None:
             say("warning: save_state gave no state_id: this run cannot be resumed")
             return
+        second_runs = self._second_runs.save(timeout_s)
         self.summary.state_id, self.summary.next_cycle = state_id, next_cycle
-        self._history.write({"state_id": state_id, "next_cycle": next_cycle})
+        state = {"state_id": state_id, "next_cycle": next_cycle}
+        self._history.write(state | ({"second_runs": second_runs} if second_runs else {}))
         if next_cycle < self.end:
             say(f"saved {state_id}: the next cycle is {next_cycle}")
 
@@ -144,15 +139,13 @@ class Training:
             return
         try:
             result = self.client.run_operation(self.run_id, "save_state", {}, timeout_s=LAST_SAVE_S)
+            self.saved(result, next_cycle=cycle, timeout_s=LAST_SAVE_S)
+        except ValueError as error:  # of the metrics file
+            say(f"warning: {error}. To resume, give another --metrics, and --first-cycle {cycle} --seed {self.seed}")
         except BaseException as error:
             say(f"no state is saved: {error}")
-            if isinstance(error, Exception):
-                return
-            raise
-        try:
-            self.saved(result, next_cycle=cycle)
-        except ValueError as error:
-            say(f"warning: {error}. To resume, give another --metrics, and --first-cycle {cycle} --seed {self.seed}")
+            if not isinstance(error, Exception):
+                raise
 
     def exported(self, result: Mapping[str, Any]) -> None:
         """Keep where ``export_lora`` put the adapter."""

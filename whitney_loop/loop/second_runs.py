@@ -1,0 +1,64 @@
+"""Runs beside the policy's, by name: a critic, a frozen reference, a teacher."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from whitney_loop.build_loss import LoopContext, SecondRun
+from whitney_loop.lifecycle import lora_run
+from whitney_loop.loop.history import History
+from whitney_loop.loop.options import LoopOptions
+
+
+class SecondRuns:
+    """The second runs of a training; ``open`` is ``ctx.second_run``."""
+
+    def __init__(self, options: LoopOptions, ctx: LoopContext, history: History) -> None:
+        self._options = options
+        self._ctx = ctx
+        self._history = history
+        self._open: dict[str, tuple[SecondRun, ExitStack]] = {}
+
+    def open(
+        self, name: str, *, rank: int | None = None, state_id: str | None = None, frozen: bool = False
+    ) -> SecondRun:
+        """Return the run of this name; see LoopContext.second_run."""
+        if name in self._open:
+            run, resources = self._open[name]
+            if state_id in (None, run.state_id):
+                return run
+            resources.close()
+        if state_id is None:
+            state_id = self._resumed_state(name)
+        ctx, resources = self._ctx, self._ctx.resources.enter_context(ExitStack())
+        new_run = lora_run(
+            ctx.client,
+            ctx.session_id,
+            model=ctx.model,
+            rank=rank or self._options.lora_rank,
+            seed=self._options.seed,
+            resume_from=state_id,
+        )
+        run = SecondRun(ctx.client, resources.enter_context(new_run), state_id, frozen)
+        self._open[name] = run, resources
+        return run
+
+    def save(self, timeout_s: float | None = None) -> dict[str, str | None]:
+        """Save each run that is not frozen; return the state of each by name, None for the base model."""
+        states = {}
+        for name, (run, _) in self._open.items():
+            if not run.frozen:
+                saved = self._ctx.client.run_operation(run.run_id, "save_state", {}, timeout_s=timeout_s)
+                run.state_id = saved["state_id"]
+            states[name] = run.state_id
+        return states
+
+    def _resumed_state(self, name: str) -> str | None:
+        """The state to open the run from, if its training is resumed. Raise ValueError if no file tells it."""
+        history = self._history
+        if history.first_cycle and not history.configs:
+            raise ValueError(
+                f"the second run {name!r} cannot be resumed: its state is in the metrics file of the run; give it by "
+                "--metrics instead of --first-cycle"
+            )
+        return history.second_runs.get(name)
