@@ -451,3 +451,14 @@ def test_a_critic_learns_is_clipped_and_leaves_no_run_open_beside_the_policys(tm
     losses = [cycle["critic/loss"] for cycle in cycles if "cycle" in cycle]
     assert losses[-1] < losses[0] / 2
     assert any(cycle.get("critic/clip_frac", 0) > 0 for cycle in cycles)
+
+
+@pytest.mark.parametrize(("name", "provider"), PROVIDERS)
+def test_only_empty_completions_give_no_signal(name, provider):
+    module = importlib.import_module(f"algorithms.{name}")
+    empty = {"tokens": [], "logprobs": [], "stop_reason": "stop"}
+    request = {"prompt": {"token_ids": PROMPT}, "num_samples": 2, "sampling_params": {"max_tokens": 3}}
+    ctx = context(provider)
+    ctx.client.sampler_operation = lambda *_: {"sequences": [empty, empty]}  # of a resample
+    with pytest.raises(NoGradientSignal):
+        module.build_loss({"sequences": [empty, empty]}, 0, request, ctx)

@@ -175,3 +175,14 @@ def test_url_and_key_come_from_the_environment(monkeypatch):
 def test_a_time_out_that_is_no_positive_number_is_refused_at_once(name, value):
     with pytest.raises(ConfigurationError, match=f"{name} is .*, expected seconds: a number above 0"):
         WhitneyClient("http://127.0.0.1:1", KEY, **{name: value})
+
+
+@pytest.mark.parametrize(("length", "is_taken"), [(1, True), (300, True), (301, False), (0, False)])
+def test_an_id_has_1_to_300_characters(length, is_taken):
+    with ScriptedServer(reply({"session_id": "s" * length})) as server:
+        create = client_of(server).create_session
+        if is_taken:
+            assert create("modal") == "s" * length
+        else:
+            with pytest.raises(UnexpectedResponse, match="session_id"):
+                create("modal")

@@ -74,3 +74,18 @@ def test_no_answer_that_the_client_returns_holds_the_key():
     escaped = json.dumps({"note": KEY}).replace("k", "\\u006b")
     with ScriptedServer(reply(escaped)) as server:
         assert client_of(server).capabilities() == {"note": "[key]"}
+
+
+def test_an_error_of_message_and_outcome_alone_has_no_further_facts():
+    error = WhitneyError("no", outcome="failed")
+    facts = ("method", "path", "status", "code", "request_id", "seq_id", "attempts")
+    assert [getattr(error, name) for name in facts] == [None] * 7
+    assert str(error) == "no [outcome failed]"
+
+
+def test_the_services_own_words_are_shown_whole():
+    words = " ".join(f"word{n}" for n in range(100))
+    with ScriptedServer(run(), refusal(422, "invalid_payload", message=words)) as server:
+        with pytest.raises(RequestRejected) as raised:
+            step(client_of(server))
+    assert words in str(raised.value)

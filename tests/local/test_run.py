@@ -118,6 +118,12 @@ def test_no_more_operations_may_wait_than_are_kept(busy, monkeypatch):
     assert busy.status(busy.second) in ("queued", "running")
 
 
+def test_a_queued_operation_that_is_cancelled_has_neither_result_nor_error(busy):
+    busy.service.cancel_run(busy.run_id)
+    operation = busy.wait(busy.second)
+    assert (operation["status"], operation["result"], operation["error"]) == ("cancelled", None, None)
+
+
 # Forgotten operations and samplers
 
 

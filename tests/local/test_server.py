@@ -210,6 +210,12 @@ def test_an_idempotency_key_is_of_limited_length(served, key):
     assert (status, body["error"]["code"]) == (400, "invalid_request")
 
 
+@pytest.mark.parametrize("key", ["x", "x" * 200])
+def test_an_idempotency_key_of_1_to_200_characters_is_taken(served, key):
+    made = [post(served, b'{"provider": "modal"}', f"Idempotency-Key: {key}")[2]["session_id"] for _ in range(2)]
+    assert made[0] == made[1]
+
+
 def test_without_an_idempotency_key_a_new_session_is_made(served):
     made = [post(served, b'{"provider": "modal"}')[2]["session_id"] for _ in range(2)]
     assert made[0] != made[1]

@@ -94,5 +94,10 @@ def test_a_request_with_a_seed_keeps_it():
     assert requests_of_cycle([own], 1, 1, 5) == [own]
 
 
+def test_the_fingerprint_of_a_data_set_stays_the_same_in_later_versions():
+    """It is in metrics files: with another one, a run that was begun before could not be resumed."""
+    assert fingerprint([{"prompt": {"token_ids": [1, 2]}, "num_samples": 2}]) == "5314126bbd7666a6"
+
+
 def test_a_fingerprint_tells_data_sets_apart():
     assert fingerprint(REQUESTS) == fingerprint(REQUESTS[:]) != fingerprint(REQUESTS[1:])

@@ -351,3 +351,11 @@ def test_groups_that_do_not_fit_together_are_never_sent(train, name, message):
     assert done.returncode == 1
     assert message in done.stderr and "Traceback" not in done.stderr
     assert done.summary["operations"].get("forward_backward", 0) < 2
+
+
+def test_a_module_of_the_current_folder_is_loaded_before_one_of_the_same_name_in_the_examples(run_loop, tmp_path):
+    mine = "import sys\nfrom grpo_build_loss import build_loss as grpo\n\n"
+    mine += "def build_loss(*arguments):\n    print('mine', file=sys.stderr)\n    return grpo(*arguments)\n"
+    (tmp_path / "minimal_loop.py").write_text(mine)
+    done = run_loop("rl_loop", "--build-loss", "minimal_loop:build_loss", "--lora-rank", "1", "--cycles", "1")
+    assert done.returncode == 0 and "mine" in done.stderr.splitlines()
