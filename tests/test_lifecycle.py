@@ -333,7 +333,7 @@ def logging_that_fails(request, monkeypatch):
         monkeypatch.setattr(sys, "stderr", closed)
         handler = logging.StreamHandler(closed)
     monkeypatch.setattr(root, "handlers", [handler])
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "level", logging.DEBUG)  # the embedded service logs every request
     logger.manager._clear_cache()  # of the levels that were asked for before
     with pytest.raises((RuntimeError, AttributeError, ValueError)):
         logger.error("it does raise")

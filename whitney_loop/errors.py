@@ -19,7 +19,6 @@ failed without effect; or it may have taken effect."""
 _SHORTEST_SECRET = 8  # characters; replacing a shorter word would black out half of every message
 
 _secrets: list[str] = []  # the longest first, since one may be part of another
-_logger = logging.getLogger("whitney_loop")
 
 
 def keep_out_of_errors(secret: str) -> None:
@@ -61,10 +60,12 @@ shortened = reprlib.Repr().repr
 """The ``repr`` of a value that a service sent, in a few characters."""
 
 
-def log(level: int, message: str) -> None:
-    """Write a line to the logger ``whitney_loop``. An error of the user's logging set-up must not end a training."""
+def log(level: int, message: str, cause: BaseException | None = None, *, name: str = "whitney_loop") -> None:
+    """Write a line, and the traceback of ``cause``, to a logger. What the user's logging raises must not matter."""
     with contextlib.suppress(Exception):
-        _logger.log(level, "%s", redacted(message))
+        logger = logging.getLogger(name)
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s", redacted(message), exc_info=cause)
 
 
 class WhitneyError(Exception):

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whitney_loop.local.engine import BatchSampler, Engine, EngineError, JSONObject, Sampler
+from whitney_loop.local.log import log
 from whitney_loop.local.objectives import provider_defaults
 from whitney_loop.local.requests import RunSettings
 from whitney_loop.local.storage import Storage
 
 CHANGES_WEIGHTS = frozenset({"forward_backward", "optim_step"})
-
-_log = logging.getLogger("whitney_loop.local")
 
 
 class Cancelled(Exception):
@@ -86,7 +85,7 @@ def sample_together(batch: Sequence[Operation], settings: RunSettings) -> dict[i
         }
     except Exception as failure:
         if not isinstance(failure, (EngineError, Cancelled)):
-            _log.warning("sample_many broke; asking for each sample alone", exc_info=failure)
+            log(logging.WARNING, "sample_many broke; asking for each sample alone", failure)
         return {}
 
 
@@ -94,7 +93,7 @@ def error_of(failure: Exception, engine_name: str, what: str) -> JSONObject:
     """The error as the client sees it; what is not an EngineError may tell paths or keys, so it is only logged."""
     if isinstance(failure, EngineError):
         return {"code": failure.code, "message": str(failure), "retryable": False}
-    _log.error("%s: %s broke", what, engine_name, exc_info=failure)
+    log(logging.ERROR, f"{what}: {engine_name} broke", failure)
     message = f"{engine_name} broke ({type(failure).__name__}); see the service's log (whitney_loop.local)"
     return {"code": "internal_error", "message": message, "retryable": False}
 
@@ -103,8 +102,8 @@ def close_all(things: Sequence[Engine | Sampler]) -> None:
     for each in things:
         try:
             each.close()
-        except Exception:
-            _log.exception("%s could not be closed", type(each).__name__)
+        except Exception as error:
+            log(logging.ERROR, f"{type(each).__name__} could not be closed", error)
 
 
 def _sampling_seed(operation: Operation, settings: RunSettings) -> str:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 from whitney_loop.local.engine import JSONObject
+from whitney_loop.local.log import log
 from whitney_loop.local.requests import ServiceError
 from whitney_loop.local.service import Service
 
@@ -36,8 +37,6 @@ _LINGER_BYTES = 4 * MAX_BODY_BYTES
 _STOP_S = 2.0  # for the workers to end, then for the connections; a longer computation ends with the process
 _MAX_KEY_CHARS = 200
 _RETRYABLE = frozenset({429, 500, 503})
-
-_log = logging.getLogger("whitney_loop.local")
 
 
 class Request(NamedTuple):
@@ -113,8 +112,8 @@ class Handler(BaseHTTPRequestHandler):
             status, body = error.status, _error_body(error)
         except RecursionError:
             status, body = 400, _error_body(_invalid_json("it is nested too deeply"))
-        except Exception:
-            _log.exception("%s %s", self.command, self.path)
+        except Exception as error:
+            log(logging.ERROR, f"{self.command} {self.path}", error)
             broken = ServiceError(500, "internal_error", "the service broke; see its log (whitney_loop.local)")
             status, body = broken.status, _error_body(broken)
         self._answer(status, body)
@@ -210,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(code, _error_body(ServiceError(code, "bad_request", message or "the request is malformed")))
 
     def log_message(self, format: str, *args: Any) -> None:
-        _log.debug(format, *args)
+        log(logging.DEBUG, format % args)
 
 
 class LocalServer(ThreadingHTTPServer):
@@ -276,10 +275,11 @@ class LocalServer(ThreadingHTTPServer):
         self.reading.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if isinstance(sys.exc_info()[1], OSError):
-            _log.debug("a client left: %s", sys.exc_info()[1])
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            log(logging.DEBUG, f"a client left: {error}")
         else:
-            _log.exception("a connection broke")
+            log(logging.ERROR, "a connection broke", error)
 
 
 def _error_body(refusal: ServiceError) -> JSONObject:

@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from whitney_loop.local.engine import Engine, EngineError, JSONObject
+from whitney_loop.local.log import log
 from whitney_loop.local.requests import RunSettings, ServiceError, invalid, shown
 
 DEFAULT_STORAGE = ".whitney_local"
 
 _STATE_ID = re.compile(r"state-[0-9a-f]{16}")  # no other characters, so an id never leads out of the folder
-
-_log = logging.getLogger("whitney_loop.local")
 
 
 class Storage:
@@ -107,7 +106,7 @@ def _new_folder(path: Path) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, OSError) and not _is_of_network(error):
-            _log.warning("the storage cannot be written: %s", error)
+            log(logging.WARNING, f"the storage cannot be written: {error}")
             raise EngineError("storage_failed", f"the storage could not be written: {error.strerror}") from error
         raise
 
@@ -118,5 +117,5 @@ def _is_of_network(error: OSError) -> bool:
 
 
 def _damaged(state_id: str, error: Exception) -> str:
-    _log.warning("state %s cannot be read: %s", state_id, error)  # the path may be in it: not for the client
+    log(logging.WARNING, f"state {state_id} cannot be read: {error}")  # the path may be in it: not for the client
     return f"the files of {state_id} are damaged; resume from another state"
