@@ -113,6 +113,57 @@ def test_a_key_that_is_refused_after_a_lost_reply_does_not_settle_the_outcome(pa
             step(client)
 
 
+def test_a_resend_that_is_refused_although_the_run_has_taken_the_operation_does_not_lose_the_order(pauses):
+    script = [run(), drop, refusal(409, "already_saved"), run(next_seq_id=2), run(next_seq_id=2), operation(seq_id=2)]
+    with ScriptedServer(*script) as server:
+        client = client_of(server)
+        with pytest.raises(RequestRejected, match="already_saved") as caught:
+            step(client)
+        assert caught.value.outcome == "unknown"
+        with pytest.raises(RunBroken):
+            step(client)
+        client.settle()
+        assert client.accepted == {"optim_step": 1} and step(client) == {"answer": 42}
+
+
+def test_a_resend_that_is_refused_and_was_not_taken_before_is_rejected_and_the_run_goes_on(pauses):
+    with ScriptedServer(run(), drop, refusal(422, "odd_payload"), run(), operation()) as server:
+        client = client_of(server)
+        with pytest.raises(RequestRejected) as caught:
+            step(client)
+        assert caught.value.outcome == "rejected" and step(client) == {"answer": 42}
+
+
+def test_a_lost_operation_that_arrives_after_the_run_was_asked_is_found_by_asking_again():
+    script = [run(), stall, run(), refusal(409, "seq_conflict"), run(next_seq_id=2), operation(seq_id=2)]
+    with ScriptedServer(*script) as server:
+        client = client_of(server, submit_timeout_s=0.3, exchange_timeout_s=0.3)
+        with pytest.raises(ServiceUnavailable):
+            step(client)
+        client.settle(timeout_s=5)
+        assert client.accepted == {}
+        with pytest.raises(RequestRejected, match="seq_conflict"):
+            step(client)
+        client.settle(timeout_s=5)
+        assert client.accepted == {"optim_step": 1} and step(client) == {"answer": 42}
+
+
+def test_a_seq_id_that_another_client_took_is_not_settled():
+    with ScriptedServer(run(), refusal(409, "seq_conflict")) as server:
+        client = client_of(server)
+        with pytest.raises(RequestRejected):
+            step(client)
+        client.settle()
+        with pytest.raises(RunBroken, match="A run has one client"):
+            step(client)
+
+
+def test_a_second_client_on_a_run_is_told_that_a_run_has_one(caplog):
+    with ScriptedServer(run(next_seq_id=5), operation(seq_id=5)) as server:
+        step(client_of(server))
+    assert "run-1 was operated by another client before: a run has one client" in caplog.text
+
+
 def test_an_interrupt_while_sending_leaves_the_outcome_unknown():
     def interrupt(connection):
         os.kill(os.getpid(), signal.SIGINT)

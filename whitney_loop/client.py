@@ -31,6 +31,9 @@ _LONGEST_TIMEOUT_S = 1e9  # 30 years; a socket takes no more than 290
 class WhitneyClient:
     """A client of one Whitney service. Thread-safe; the operations of one run are sent in the order of the calls.
 
+    A run has one client: it counts the run's operations, and a second one's would take the same numbers. Two clients
+    that send the same operation at the same number both get the result of the one that ran.
+
     ::
 
         client = WhitneyClient("https://whitney.example", "my key")
@@ -248,6 +251,15 @@ class WhitneyClient:
         """Submit a sampler's operation: like ``submit_operation``, but the service may overlap them."""
         path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
         return self._operations.submit(run_id, path, kind, payload)
+
+    def settle(self, *, timeout_s: float | None = None) -> None:
+        """Ask the service what became of the operations whose outcome is unknown: after it, others can follow them.
+
+        Call it after an interrupt, ServiceUnavailable or RunBroken. ``accepted`` then counts those that were taken;
+        their results are lost. Those that were not taken must not be sent later: submit them again if they are wanted.
+        Raises what ``run`` raises.
+        """
+        self._operations.settle(self.submit_timeout_s if timeout_s is None else timeout_s)
 
     # Requests
 

@@ -12,12 +12,13 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from whitney_loop import wire
 from whitney_loop.errors import (
     OperationFailed,
     OperationTimeout,
+    RequestRejected,
     RunBroken,
     ServiceUnavailable,
     UnexpectedResponse,
@@ -70,6 +71,7 @@ class _Order:
     # The newest operations. Weak: a result that nobody can ask for any more need not be fetched, nor kept.
     recent: deque[weakref.ref[PendingOperation]] = field(default_factory=deque)
     broken: str | None = None  # why no operation may follow
+    lost: list[str] = field(default_factory=list)  # kinds of what was sent as next_seq_id and may have been taken
 
     def fetch_expiring_results(self, seq_id: int, timeout_s: float | None) -> None:
         """Fetch the results that the service may drop when it accepts ``seq_id``."""
@@ -115,6 +117,8 @@ class Operations:
                 )
             if order.next_seq_id is None:
                 order.next_seq_id = self._next_seq_id(run_id)
+                if order.next_seq_id != 1:
+                    log(logging.WARNING, f"{run_id} was operated by another client before: a run has one client")
             seq_id = order.next_seq_id
             order.fetch_expiring_results(seq_id, timeout_s)
             head = json.dumps({wire.KIND: kind, wire.SEQ_ID: seq_id})
@@ -124,18 +128,58 @@ class Operations:
                 answer = self._transport.exchange("POST", path, body, budget_s=budget_s, seq_id=seq_id)
                 pending = PendingOperation(run_id, kind, seq_id, path, answer, self._wait)
                 _require_operation(answer, pending)
-                with self._lock:
-                    self.accepted[kind] += 1
-                order.next_seq_id = seq_id + 1
+                self._accept(order, [kind])
             except BaseException as error:  # a Ctrl-C too leaves the outcome unknown
                 order.broken = _why_broken(error, kind, seq_id)
+                if order.broken and not _is_out_of_step(error):
+                    order.lost.append(kind)
+                if (
+                    isinstance(error, RequestRejected)
+                    and error.outcome == "unknown"
+                    and not self._has_taken(order, run_id)
+                ):
+                    error.outcome, order.broken = "rejected", None
                 raise
             order.recent.append(weakref.ref(pending))
         return pending
 
-    def _next_seq_id(self, run_id: str) -> int:
+    def _accept(self, order: _Order, kinds: list[str]) -> None:
+        """Count an operation, and only then its seq_id: an interrupt in between must not hide it."""
+        assert order.next_seq_id is not None
+        with self._lock:
+            self.accepted.update(kinds)
+        order.next_seq_id, order.lost = order.next_seq_id + 1, []
+
+    def _has_taken(self, order: _Order, run_id: str) -> bool:
+        """Ask the run if it took a request whose resend was refused. If it does not say, it may have."""
+        try:
+            return self._next_seq_id(run_id) != order.next_seq_id
+        except WhitneyError:
+            return True
+
+    def settle(self, timeout_s: float) -> None:
+        """Find out what became of the operations whose outcome is unknown, so that others can follow them.
+
+        The service counts what it took. If it has not taken such a request, its seq_id is free for the next operation;
+        should it arrive after that, the service refuses it, since the seq_id is taken.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            orders = list(self._orders.items())
+        for run_id, order in orders:
+            with order.lock:
+                if not order.lost:
+                    continue
+                next_seq_id = self._next_seq_id(run_id, max(deadline - time.monotonic(), 0))
+                if next_seq_id == (order.next_seq_id or 0) + 1:
+                    self._accept(order, order.lost)
+                if next_seq_id == order.next_seq_id:
+                    order.broken = None
+
+    def _next_seq_id(self, run_id: str, timeout_s: float | None = None) -> int:
         path = wire.path(wire.RUN, run_id=run_id)
-        answer = self._transport.exchange("GET", path, budget_s=self._submit_timeout_s)
+        budget_s = self._submit_timeout_s if timeout_s is None else timeout_s
+        answer = self._transport.exchange("GET", path, budget_s=budget_s)
         require_same(answer, wire.RUN_ID, run_id, f"run {run_id}")
         seq_id = answer.get(wire.NEXT_SEQ_ID)
         if type(seq_id) is not int or seq_id < 1:
@@ -287,10 +331,15 @@ def _facts(pending: PendingOperation) -> dict[str, Any]:
     return {"method": "POST", "path": pending.path, "seq_id": pending.seq_id}
 
 
+def _is_out_of_step(error: BaseException) -> TypeGuard[WhitneyError]:
+    """Return whether the service refused the seq_id: it was taken, or it is not the next one."""
+    return isinstance(error, WhitneyError) and error.code in wire.ORDER_LOST
+
+
 def _why_broken(error: BaseException, kind: str, seq_id: int) -> str | None:
     """Return why no operation may follow; None if it is certain that the service did not take the seq_id."""
-    if isinstance(error, WhitneyError) and error.code in wire.ORDER_LOST:
-        return f"the service lost step with this client at {kind} (seq_id {seq_id}): {error.code}"
+    if _is_out_of_step(error):
+        return f"the service lost step with this client at {kind} (seq_id {seq_id}): {error.code}. A run has one client"
     if isinstance(error, WhitneyError) and error.outcome in ("not_sent", "rejected"):
         return None
     return f"the outcome of {kind} (seq_id {seq_id}) is unknown"

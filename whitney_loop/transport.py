@@ -111,9 +111,7 @@ class Transport:
                 may_have_arrived |= trouble.may_have_arrived
                 self._pause_or_give_up(trouble, deadline, facts, may_have_arrived=may_have_arrived)
             except WhitneyError as error:
-                # An earlier attempt may have been executed. A 401 or 403, or an error without a code (from a proxy,
-                # say), does not prove the contrary.
-                if may_have_arrived and (error.code is None or error.status in (401, 403)):
+                if may_have_arrived:  # an earlier attempt may have been executed, whatever this answer says
                     error.outcome = "unknown"
                 raise
 

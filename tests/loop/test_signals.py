@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from loop_in_process import left_open
+from loop_in_process import Run, adapter_of, left_open
 from loop_started import read_until, start_loop
 
 SWALLOWS = """
@@ -201,3 +201,43 @@ def test_files_that_a_killed_loops_worker_still_holds_are_refused_and_the_worker
         assert code == 2 and "is held by a loop that still runs, or by a process that it started" in err
     finally:
         os.kill(grader, signal.SIGKILL)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The seq_ids of the optimizer steps that the service has taken."""
+    taken = set()
+    submit = Run.submit
+
+    def noted(run, seq_id, kind, *rest):
+        operation = submit(run, seq_id, kind, *rest)
+        taken.update([seq_id] if kind == "optim_step" else [])
+        return operation
+
+    monkeypatch.setattr(Run, "submit", noted)
+    return taken
+
+
+def test_an_interrupt_at_any_exchange_saves_the_whole_cycles_unless_the_next_has_made_a_step(
+    loop, service, interrupt_at, all_sessions, steps
+):
+    """It comes before or after an exchange: the client cannot know if the service has taken the operation."""
+    seen = interrupt_at({})
+    expected = adapter_of(loop(service, service.base_url, 2)[1])
+    saved = 0
+    for n in range(1, len(seen) + 1):
+        steps.clear()
+        interrupt_at({n: lambda: signal.raise_signal(signal.SIGINT)})
+        code, summary, err = loop(service, service.base_url, 2)
+        assert code == 130 and left_open(all_sessions()) == [], err
+        if summary is None or summary["cycles_done"] != 1:
+            continue  # nothing is trained yet, or everything is
+        assert (summary["state_id"] is None) == (len(steps) == 2), (n, err)
+        if summary["state_id"] is None:
+            assert "no state is saved: cycle 1 has made an optimizer step" in err
+            continue
+        saved += 1
+        interrupt_at({})
+        again = ("--resume-from", summary["state_id"], "--first-cycle", "1")
+        assert adapter_of(loop(service, service.base_url, 1, *again)[1]) == expected, n
+    assert saved >= 10

@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from whitney_loop import wire
 from whitney_loop.build_loss import LoopContext
+from whitney_loop.errors import RequestRejected
 from whitney_loop.loop.finite import is_not_finite, not_finite, reported_loss
 from whitney_loop.loop.history import History
 from whitney_loop.loop.metrics import Payload
@@ -134,12 +136,22 @@ class Training:
         cycle = self._next_cycle
         if cycle in (self._cycles.start, self.summary.next_cycle):
             return
-        if self.client.accepted["optim_step"] != self._whole_steps:
-            say(f"no state is saved: cycle {cycle} has made an optimizer step, and a state is of whole cycles")
-            return
+        deadline = time.monotonic() + LAST_SAVE_S
         try:
-            result = self.client.run_operation(self.run_id, "save_state", {}, timeout_s=LAST_SAVE_S)
-            self.saved(result, next_cycle=cycle, timeout_s=LAST_SAVE_S)
+            for attempt in (1, 2):
+                self.client.settle(timeout_s=max(deadline - time.monotonic(), 0))
+                if self.client.accepted["optim_step"] != self._whole_steps:
+                    say(f"no state is saved: cycle {cycle} has made an optimizer step, and a state is of whole cycles")
+                    return
+                left_s = max(deadline - time.monotonic(), 0)
+                try:
+                    result = self.client.run_operation(self.run_id, "save_state", {}, timeout_s=left_s)
+                    break
+                except RequestRejected as error:
+                    # The interrupted operation may arrive just now and take the seq_id: then ask again what it was.
+                    if error.code not in wire.ORDER_LOST or attempt == 2:
+                        raise
+            self.saved(result, next_cycle=cycle, timeout_s=max(deadline - time.monotonic(), 0))
         except ValueError as error:  # of the metrics file
             say(f"warning: {error}. To resume, give another --metrics, and --first-cycle {cycle} --seed {self.seed}")
         except BaseException as error:
