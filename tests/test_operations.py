@@ -187,6 +187,68 @@ def test_a_failed_operation_says_why_and_the_run_goes_on():
         assert step(client) == {"answer": 42}
 
 
+# Failed without effect, and may be repeated
+
+
+def busy(seq_id, kind="optim_step"):
+    error = {"code": "gpu_lost", "message": "a worker was lost", "retryable": True}
+    return operation("failed", error=error, seq_id=seq_id, operation_id=f"op-{seq_id}", kind=kind)
+
+
+def test_a_failed_operation_that_may_be_repeated_takes_the_next_numbers_until_it_succeeds(pauses, caplog):
+    with ScriptedServer(run(), busy(1), busy(2), operation(seq_id=3)) as server:
+        assert step(client_of(server)) == {"answer": 42}
+    first, *_, last = [request.json for request in server.requests[1:]]
+    assert (first["seq_id"], last["seq_id"]) == (1, 3) and first["payload"] == last["payload"]
+    assert pauses == [1, 5] and "a worker was lost (seq_id 1); submitted again in 1 s" in caplog.text
+
+
+def test_an_operation_that_fails_each_time_is_repeated_three_times(pauses):
+    with ScriptedServer(run(), *map(busy, range(1, 6))) as server, pytest.raises(OperationFailed, match="was lost"):
+        step(client_of(server))
+    assert len(server.requests) == 5 and len(pauses) == 3
+
+
+def test_a_failed_operation_is_not_repeated_beyond_its_time_limit(pauses):
+    with ScriptedServer(run(), busy(1)) as server, pytest.raises(OperationFailed, match="was lost"):
+        client_of(server).run_operation("run-1", "optim_step", {}, timeout_s=0.9)
+    assert pauses == []
+
+
+def test_a_failed_operation_that_another_one_has_followed_is_not_repeated(monkeypatch):
+    with ScriptedServer(run(), busy(1), operation(seq_id=2)) as server:
+        client = client_of(server)
+        monkeypatch.setattr(time, "sleep", lambda _: client.submit_operation("run-1", "optim_step", {}))
+        with pytest.raises(OperationFailed, match="was lost"):
+            step(client)
+    assert len(server.requests) == 3
+
+
+def test_sampler_operations_that_fail_are_repeated_after_later_ones_too(pauses):
+    script = [
+        busy(1, "sample"),
+        operation(seq_id=2, kind="sample"),
+        operation(seq_id=3, kind="sample", result={"n": 3}),
+    ]
+    with ScriptedServer(run(), *script) as server:
+        assert client_of(server).sampler_operations("run-1", "smp-1", "sample", [{"n": 1}, {"n": 2}]) == [
+            {"n": 3}, {"answer": 42},
+        ]  # fmt: skip
+    assert [request.json["payload"] for request in server.requests[1:]] == [{"n": 1}, {"n": 2}, {"n": 1}]
+
+
+def test_submitted_operations_and_the_plural_of_a_run_s_are_never_repeated(pauses):
+    with ScriptedServer(run(), busy(1), busy(2), busy(3, "sample")) as server:
+        client = client_of(server)
+        with pytest.raises(OperationFailed):
+            client.submit_operation("run-1", "optim_step", {}).result()
+        with pytest.raises(OperationFailed):
+            client.run_operations("run-1", "optim_step", [{}])
+        with pytest.raises(OperationFailed):
+            client.submit_sampler_operation("run-1", "smp-1", "sample", {}).result()
+    assert len(server.requests) == 4
+
+
 # Waiting for the result
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from whitney_loop import wire
 from whitney_loop.errors import ConfigurationError, RequestRejected, UnexpectedResponse, WhitneyError, shortened
-from whitney_loop.operations import Operations, PendingOperation, as_json, require_same, wait_until
+from whitney_loop.operations import REPEAT_AFTER_S, Operations, PendingOperation, as_json, require_same, wait_until
 from whitney_loop.transport import Transport
 from whitney_loop.wire import is_id as is_id
 
@@ -206,20 +206,21 @@ class WhitneyClient:
         Raises RequestRejected if the service refuses it, OperationFailed if it fails, OperationTimeout if it does not
         end in time, RunBroken if the outcome of an earlier one is unknown, ValueError if the payload is no JSON.
         Payloads are not judged here: call ``check_payload`` first.
+
+        An operation that fails with the service's word that it may be repeated is submitted again, up to three times,
+        if no other operation of the run, sampler operations excepted, was submitted since.
         """
-        if timeout_s is None:
-            return self.submit_operation(run_id, kind, payload).result()
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
         path = wire.path(wire.OPERATIONS, run_id=run_id)
-        operation = self._operations.submit(run_id, path, kind, payload, timeout_s)
-        return operation.result(max(deadline - time.monotonic(), 0))
+        operation = self._operations.submit(run_id, path, kind, payload, timeout_s, repeat_after_s=REPEAT_AFTER_S)
+        return operation.result(None if timeout_s is None else max(started + timeout_s - time.monotonic(), 0))
 
     def sampler_operation(self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Do a sampler's operation, ``sample`` or ``logprobs``; it takes the run's next ``seq_id`` too.
 
         Otherwise like ``run_operation``.
         """
-        return self.submit_sampler_operation(run_id, sampler_id, kind, payload).result()
+        return self._submit_repeatable(run_id, sampler_id, kind, payload).result()
 
     def run_operations(self, run_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Do an operation for each payload, in order, and return their results.
@@ -233,8 +234,11 @@ class WhitneyClient:
     def sampler_operations(
         self, run_id: str, sampler_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Do a sampler's operation for each payload: like ``run_operations``, but the service may overlap them."""
-        submitted = _each(functools.partial(self.submit_sampler_operation, run_id, sampler_id, kind), payloads)
+        """Do a sampler's operation for each payload: like ``run_operations``, but the service may overlap them.
+
+        One that fails and may be repeated is submitted again, as by ``run_operation``.
+        """
+        submitted = _each(functools.partial(self._submit_repeatable, run_id, sampler_id, kind), payloads)
         return _each(PendingOperation.result, submitted)
 
     def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
@@ -251,6 +255,12 @@ class WhitneyClient:
         """Submit a sampler's operation: like ``submit_operation``, but the service may overlap them."""
         path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
         return self._operations.submit(run_id, path, kind, payload)
+
+    def _submit_repeatable(
+        self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]
+    ) -> PendingOperation:
+        path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
+        return self._operations.submit(run_id, path, kind, payload, repeat_after_s=REPEAT_AFTER_S)
 
     def settle(self, *, timeout_s: float | None = None) -> None:
         """Ask the service what became of the operations whose outcome is unknown: after it, others can follow them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -32,6 +33,8 @@ _LONG_POLL_S = 20  # below the idle limits of common proxies (60 s)
 _LAST_POLL_S = 5.0  # for the poll after the deadline, retries included
 _FIRST_PAUSE_S = 0.02  # between polls of a server that does not hold them
 _LONGEST_PAUSE_S = 5.0
+# Before an operation that failed, but may be submitted again, is: three times, in half a minute.
+REPEAT_AFTER_S = (1.0, 5.0, 25.0)
 _PATIENCE_S = 30.0  # a wait that takes longer is logged, each time this passes
 # Poll answers that mean "not finished yet". A long poll may also end in 504 or a read timeout; the next poll is a short
 # one, and for a short one both are errors.
@@ -49,6 +52,10 @@ class PendingOperation:
     path: str  # to which it was sent
     _operation: dict[str, Any] = field(repr=False)  # its newest known state
     _wait: Callable[[PendingOperation, dict[str, Any], float | None], dict[str, Any]] = field(repr=False)
+    # Submits it again after that error, within the seconds that are left; None if that must not be.
+    _repeat: Callable[[PendingOperation, OperationFailed, float | None], PendingOperation | None] | None = field(
+        default=None, repr=False
+    )
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def result(self, timeout_s: float | None = None) -> dict[str, Any]:
@@ -56,9 +63,23 @@ class PendingOperation:
 
         Raises what ``run_operation`` raises. May be called again.
         """
+        started = time.monotonic()
+
+        def left_s() -> float | None:
+            return None if timeout_s is None else max(started + timeout_s - time.monotonic(), 0)
+
+        self._fetch(timeout_s)
+        try:
+            return _result_of(self._operation, self)
+        except OperationFailed as error:
+            again = self._repeat(self, error, left_s()) if self._repeat and error.retryable else None
+            if again is None:
+                raise
+        return again.result(left_s())
+
+    def _fetch(self, timeout_s: float | None) -> None:
         with self._lock:  # one thread polls: by the second answer the service may have forgotten the result
             self._operation = self._wait(self, self._operation, timeout_s)
-        return _result_of(self._operation, self)
 
 
 @dataclass
@@ -66,10 +87,11 @@ class _Order:
     """The client's half of a run's order."""
 
     process: int = field(default_factory=os.getpid)  # one that it forks does not see which seq_ids are taken later
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     next_seq_id: int | None = None  # None: the service was not asked yet
     # The newest operations. Weak: a result that nobody can ask for any more need not be fetched, nor kept.
     recent: deque[weakref.ref[PendingOperation]] = field(default_factory=deque)
+    newest: int | None = None  # seq_id of the newest operation that is not a sampler's
     broken: str | None = None  # why no operation may follow
     lost: list[str] = field(default_factory=list)  # kinds of what was sent as next_seq_id and may have been taken
 
@@ -81,7 +103,7 @@ class _Order:
                 if oldest.seq_id > seq_id - wire.RESULTS_KEPT:
                     return
                 with contextlib.suppress(WhitneyError):  # whoever calls its result() gets the error
-                    oldest.result(timeout_s)
+                    oldest._fetch(timeout_s)
             self.recent.popleft()
 
 
@@ -97,9 +119,19 @@ class Operations:
         self._lock = threading.Lock()  # guards accepted and _orders
 
     def submit(
-        self, run_id: str, path: str, kind: str, payload: Mapping[str, Any], timeout_s: float | None = None
+        self,
+        run_id: str,
+        path: str,
+        kind: str,
+        payload: Mapping[str, Any],
+        timeout_s: float | None = None,
+        *,
+        repeat_after_s: Sequence[float] = (),
     ) -> PendingOperation:
-        """Serialise the payload, then take the next seq_id, then send, under the run's lock."""
+        """Serialise the payload, then take the next seq_id, then send, under the run's lock.
+
+        ``repeat_after_s``: the pauses after which ``result()`` submits it again if it failed and may be repeated.
+        """
         serialised = as_json(payload, kind)
         with self._lock:
             order = self._orders.setdefault(run_id, _Order())
@@ -141,7 +173,35 @@ class Operations:
                     error.outcome, order.broken = "rejected", None
                 raise
             order.recent.append(weakref.ref(pending))
+            if path == wire.path(wire.OPERATIONS, run_id=run_id):
+                order.newest = seq_id
+            if repeat_after_s:
+                pending._repeat = functools.partial(self._repeat, order, payload, repeat_after_s)
         return pending
+
+    def _repeat(
+        self,
+        order: _Order,
+        payload: Mapping[str, Any],
+        pauses_s: Sequence[float],
+        failed: PendingOperation,
+        error: OperationFailed,
+        left_s: float | None,
+    ) -> PendingOperation | None:
+        """Submit an operation that failed without effect again. None if there is no time, or it would be out of order.
+
+        A sampler's weights are frozen, so its operations have no order.
+        """
+        pause_s, *later_s = pauses_s
+        if left_s is not None and left_s <= pause_s:
+            return None
+        log(logging.WARNING, f"{error.message} (seq_id {failed.seq_id}); submitted again in {pause_s:g} s")
+        time.sleep(pause_s)
+        timeout_s = None if left_s is None else left_s - pause_s
+        with order.lock:
+            if failed.path == wire.path(wire.OPERATIONS, run_id=failed.run_id) and order.newest != failed.seq_id:
+                return None
+            return self.submit(failed.run_id, failed.path, failed.kind, payload, timeout_s, repeat_after_s=later_s)
 
     def _accept(self, order: _Order, kinds: list[str]) -> None:
         """Count an operation, and only then its seq_id: an interrupt in between must not hide it."""
