@@ -246,6 +246,9 @@ def test_a_sample_request_from_a_file_is_judged_by_the_same_rules():
     check_sample_request({**request, "sampling_params": {"max_tokens": 3}})
     with pytest.raises(ValueError, match="sampling_params.max_new_tokens is not a known field"):
         check_sample_request({**request, "sampling_params": {"max_tokens": 3, "max_new_tokens": 3}})
+    with pytest.raises(ValueError, match="request.metadata is not a known field"):
+        check_sample_request(request | {"metadata": {}})
+    check_sample_request(request | {"metadata": {}}, in_file=True)
     with pytest.raises(ValueError, match="request.num_samples is missing"):
         check_sample_request({"prompt": {"token_ids": [1]}, "sampling_params": {"max_tokens": 3}})
 

@@ -252,9 +252,12 @@ class WhitneyClient:
     def submit_sampler_operation(
         self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]
     ) -> PendingOperation:
-        """Submit a sampler's operation: like ``submit_operation``, but the service may overlap them."""
+        """Submit a sampler's operation: like ``submit_operation``, but the service may overlap them.
+
+        ``metadata`` beside the payload's fields, as a prompt file may have it, is not sent.
+        """
         path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
-        return self._operations.submit(run_id, path, kind, payload)
+        return self._operations.submit(run_id, path, kind, wire.wire_request(payload))
 
     def _submit_repeatable(
         self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]

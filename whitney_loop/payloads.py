@@ -151,9 +151,15 @@ def check_payload(payload: object, provider: str, *, kind: str = "forward_backwa
         _check_datum(datum, f"data[{index}]", loss_function, required, provider)
 
 
-def check_sample_request(request: object) -> None:
-    """Raise ValueError if the payload of a ``sample`` breaks the ranges of ``sample_request``."""
-    request = _require_object(request, "request", ("prompt", "num_samples", "sampling_params"))
+def check_sample_request(request: object, *, in_file: bool = False) -> None:
+    """Raise ValueError if the payload of a ``sample`` breaks the ranges of ``sample_request``.
+
+    ``in_file``: it may have ``metadata`` beside the payload's fields, an object that is never sent.
+    """
+    beside = ("metadata",) if in_file else ()
+    request = _require_object(request, "request", ("prompt", "num_samples", "sampling_params"), beside)
+    if not isinstance(request.get("metadata", {}), dict):
+        raise ValueError(f"metadata is {_show(request['metadata'])}, expected an object")
     _check_token_ids(_require_object(request["prompt"], "prompt", ("token_ids",))["token_ids"], "prompt.token_ids")
     _require_integer(request["num_samples"], "num_samples", low=1)
     optional = ("temperature", "top_p", "top_k", "seed", "stop")

@@ -7,7 +7,8 @@ payload or a result holds (``data``, ``loss``, ``state_id`` …) belongs to the 
 from __future__ import annotations
 
 import urllib.parse
-from typing import TypeGuard
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 # Paths; {names} are filled in by path().
 CAPABILITIES = "/v1/training/capabilities"  # [doc]
@@ -50,6 +51,8 @@ SEQUENCES = "sequences"  # [doc], and so are the two below
 TOKENS = "tokens"
 LOGPROBS = "logprobs"
 
+METADATA = "metadata"  # of a request in a prompt file, such as its answer: for the user's functions, never sent
+
 # Fields of errors [ours]
 ERROR = "error"
 ERROR_CODE = "code"
@@ -74,6 +77,11 @@ _LONGEST_ID = 300  # characters
 def path(template: str, **ids: str) -> str:
     """Fill the ids into one of the paths above, percent-encoded."""
     return template.format(**{name: urllib.parse.quote(value, safe="") for name, value in ids.items()})
+
+
+def wire_request(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the payload of a ``sample`` as it is sent: without ``metadata``."""
+    return {name: value for name, value in request.items() if name != METADATA}
 
 
 def is_id(value: object) -> TypeGuard[str]:

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from loop_runs import EXAMPLES, GRPO
+from between import Between
+from loop_runs import EXAMPLES, GRPO, training_on
 from whitney_loop import sample_request
-from whitney_loop.loop import Request, fingerprint, read_requests, requests_of_cycle
+from whitney_loop.loop import Request, fingerprint, read_requests, requests_of_cycle, write_prompts
 
 PROMPTS = ["the ", "she ", "they ", "one ", "a ", "and ", "that ", "with "]
 REQUESTS = [Request(sample_request(prompt.encode(), num_samples=4, max_tokens=6), prompt) for prompt in PROMPTS]
@@ -61,6 +62,12 @@ GOOD = json.dumps(REQUESTS[0])
         ("d.json", GOOD.replace('{"token_ids": [116, 104, 101, 32]}', '"the "'), "object; tokenize the text first"),
         ("d.json", GOOD.replace("[116, 104, 101, 32]", '"the "'), "token id; tokenize the text first"),
         ("d.json", GOOD.replace("116", '"the"'), "integer of at least 0; tokenize the text first"),
+        ("d.jsonl", GOOD[:-1] + ', "metadata": "ice"}', "d.jsonl:1: metadata is 'ice', expected an object"),
+        (
+            "d.jsonl",
+            GOOD[:-1] + ', "answer": "ice"}',
+            "request.answer is not a known field; known: prompt, num_samples",
+        ),
     ],
 )
 def test_a_bad_request_is_named_by_file_and_line(run_loop, tmp_path, name, text, message):
@@ -101,3 +108,72 @@ def test_the_fingerprint_of_a_data_set_stays_the_same_in_later_versions():
 
 def test_a_fingerprint_tells_data_sets_apart():
     assert fingerprint(REQUESTS) == fingerprint(REQUESTS[:]) != fingerprint(REQUESTS[1:])
+
+
+# Metadata: what a prompt file holds beside the payload
+
+ANSWERS = {"hot:": "ice", "dry:": "wet"}
+MINE = """
+from whitney_loop import NoGradientSignal
+
+def build_loss(sample, cycle, request, ctx):
+    again = request | {"num_samples": 1}
+    ctx.client.sampler_operation(ctx.run_id, ctx.sampler_id, "sample", again)
+    ctx.metrics["answer"] = request["metadata"]["answer"]
+    raise NoGradientSignal("enough")
+"""
+
+
+class Records(Between):
+    """A service that keeps every payload of ``sample`` that it is sent."""
+
+    payloads = ()
+
+    def after(self, path, body, answer):
+        sent = json.loads(body) if body else {}
+        if sent.get("kind") == "sample":
+            self.payloads = [*self.payloads, sent["payload"]]
+        return answer
+
+
+def write_answers(path, answers):
+    pairs = [(list(prompt.encode()), {"answer": answer}) for prompt, answer in answers.items()]
+    write_prompts(path, pairs, num_samples=2, max_tokens=1)
+
+
+def test_a_prompt_file_with_metadata_is_written_and_read(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    write_answers(path, ANSWERS)
+    requests = read_requests(path, embedded=False)
+    assert [bytes(request["prompt"]["token_ids"]).decode() for request in requests] == list(ANSWERS)
+    assert [request["metadata"] for request in requests] == [{"answer": answer} for answer in ANSWERS.values()]
+    write_answers(path, ANSWERS | {"dry:": "damp"})
+    assert fingerprint(read_requests(path, embedded=False)) != fingerprint(requests)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        (([-1], {}), r"prompts\[1\]: prompt.token_ids\[0\] is -1"),
+        (([1], "ice"), r"prompts\[1\]: metadata is 'ice', expected an object"),
+        (([1], {"answer": {1, 2}}), r"prompts\[1\]: .*set is not JSON serializable"),
+    ],
+)
+def test_a_pair_that_cannot_be_written_is_named_by_its_index(tmp_path, pair, message):
+    with pytest.raises(ValueError, match=message):
+        write_prompts(tmp_path / "answers.jsonl", [([1], {}), pair], num_samples=2, max_tokens=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("build_loss", ["mine:build_loss", "algorithms.dapo:build_loss"])
+def test_metadata_reaches_the_users_function_and_is_never_sent(run_loop, tmp_path, remote, build_loss):
+    """Also if the function samples again: mine always does, dapo if all rewards are equal, as of one token often."""
+    write_answers(tmp_path / "answers.jsonl", ANSWERS)
+    (tmp_path / "mine.py").write_text(MINE)
+    common = ("--sample-json", "answers.jsonl", "--model", "byte-lm", "--lora-rank", "1", "--seed", "1")
+    with Records(remote) as service:
+        done = run_loop("rl_loop", "--build-loss", build_loss, *common, **training_on(service))
+    assert len(service.payloads) > 2
+    assert all(payload.keys() == {"prompt", "num_samples", "sampling_params"} for payload in service.payloads)
+    if build_loss == "mine:build_loss":
+        assert "answer ice" in done.stderr and "answer wet" in done.stderr

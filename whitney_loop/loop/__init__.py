@@ -14,6 +14,7 @@ from whitney_loop.loop.prompts import (
     notes_on_groups,
     read_requests,
     requests_of_cycle,
+    write_prompts,
 )
 from whitney_loop.loop.report import formatted, say
 from whitney_loop.loop.running import Work, run_training
@@ -50,4 +51,5 @@ __all__ = [
     "steps_in",
     "train_on_examples",
     "trained_tokens",
+    "write_prompts",
 ]

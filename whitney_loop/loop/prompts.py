@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from whitney_loop.callables import examples_folder
 from whitney_loop.errors import OperationFailed, RequestRejected, UnexpectedResponse
 from whitney_loop.loop.files import read_text
 from whitney_loop.loop.options import UsageError
-from whitney_loop.payloads import check_sample_request
+from whitney_loop.payloads import check_sample_request, sample_request
 
 REFUSED_FOR_ITS_CONTENT = (400, 413, 422)  # HTTP; others, such as 401, concern no single request
 SEED_BITS = 31  # seeds are drawn below 2**31, so that they fit into an int32
 
 
 class Request(dict[str, Any]):
-    """The payload of a ``sample``, with the file and line that it came from."""
+    """The payload of a ``sample``, maybe with ``metadata``, and the file and line that it came from."""
 
     def __init__(self, payload: Mapping[str, Any], where: str) -> None:
         super().__init__(payload)
@@ -48,13 +48,30 @@ def read_requests(path: Path | None, *, embedded: bool) -> list[Request]:
     requests = []
     for where, payload in _lines(path, text) if _is_jsonl(path, text) else _entries(path, text):
         try:
-            check_sample_request(payload)
+            check_sample_request(payload, in_file=True)
         except ValueError as error:
             raise UsageError(f"--sample-json {where}: {error}{_hint_on_text(payload)}") from None
         requests.append(Request(payload, where))
     if not requests:
         raise UsageError(f"--sample-json {path}: holds no request")
     return requests
+
+
+def write_prompts(path: str | Path, prompts: Iterable[tuple[Sequence[int], dict[str, Any]]], **sampling: Any) -> None:
+    """Write a prompt file: a request per line, from pairs of token ids and metadata, such as the prompt's answer.
+
+    ``sampling`` are the keywords of ``sample_request``: ``num_samples``, ``max_tokens`` and others. Nothing is written
+    and ValueError is raised, with the index of the pair, if one of them is out of range or JSON cannot hold a metadata.
+    """
+    lines = []
+    for index, (tokens, metadata) in enumerate(prompts):
+        try:
+            request = sample_request(tokens, **sampling) | {"metadata": metadata}
+            check_sample_request(request, in_file=True)
+            lines.append(json.dumps(request, allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"prompts[{index}]: {error}") from None
+    Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def _is_jsonl(path: Path, text: str) -> bool:
