@@ -114,6 +114,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str] | None, descript
         usage=" ".join([prog, *shown, "[OPTIONS]"]),  # all options here would hide the error below them
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     kinds = typing.get_type_hints(kind)
     groups: dict[str, Any] = {}

@@ -84,8 +84,12 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_loop plot") -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION.format(prog=prog), formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=DESCRIPTION.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl", help="a file of --metrics; one per run")
     parser.add_argument("--output", type=Path, default=Path("metrics.html"), help="default: metrics.html")
     options = parser.parse_args(arguments)
@@ -97,7 +101,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_
         if empty:
             print(f"left out, since it has no cycle yet: {empty}", file=sys.stderr)
         write_page(options.output, page([run for run in runs if run.cycles]))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(options.output)
