@@ -129,7 +129,7 @@ def train(training: Training, options: Options, loss: UserLoss, requests: Sequen
         cycle.record()
         if training.saves_after(number):
             training.saved(client.run_operation(run, "save_state", {}), next_cycle=number + 1)
-    training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.end)
+    training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.next_cycle)
     training.exported(client.run_operation(run, "export_lora", {}))
 
 

@@ -71,6 +71,7 @@ class History:
     first_cycle: int = 0
     state_id: str | None = None  # to resume from; None: a new run
     configs: tuple[dict[str, Any], ...] = ()  # of the run's beginning, and of each time that it was resumed
+    cycles: tuple[dict[str, Any], ...] = ()  # the records of those that the state holds
     path: Path | None = None
     kept_bytes: int = 0  # of the file: up to the state's line
     superseded: bytes = b""  # what follows: cycles that the state does not hold
@@ -224,7 +225,9 @@ def _continued(options: LoopOptions, path: Path, file: IO[bytes]) -> History:
             f"--metrics {path} has lost its first line, the options of the run: resume without this file, by "
             f"--resume-from {state['state_id']} --first-cycle {next_cycle} --seed SEED"
         )
-    return History(next_cycle, state["state_id"], configs, path.absolute(), end, rest if rest.strip() else b"", file)
+    cycles = tuple(line.entry for line in lines if "cycle" in line.entry and line.end <= end)
+    superseded = rest if rest.strip() else b""
+    return History(next_cycle, state["state_id"], configs, cycles, path.absolute(), end, superseded, file)
 
 
 def _created(path: Path) -> IO[bytes]:
