@@ -132,7 +132,7 @@ def train(training: Training, options: Options, requests: Sequence[Request], tea
         training.record_step(shown, step, trained_tokens(payload))
         if training.saves_after(cycle):
             training.saved(client.run_operation(run, "save_state", {}), next_cycle=cycle + 1)
-    training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.end)
+    training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.next_cycle)
     training.exported(client.run_operation(run, "export_lora", {}))
 
 

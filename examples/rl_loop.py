@@ -75,8 +75,7 @@ class Options(LoopOptions):
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:
-    listed = "\n".join(f"    {name:17}  {summary}" for name, summary in algorithms().items())
-    description = (__doc__ or "").replace(COMMAND, prog) + f"\nAlgorithms, as algorithms.NAME:build_loss:\n{listed}"
+    description = f"{__doc__}\nAlgorithms, as algorithms.NAME:build_loss:\n{algorithms()}".replace(COMMAND, prog)
     return run_training(parse_options(Options, arguments, description, prog), prepare)
 
 
@@ -86,7 +85,7 @@ def prepare(options: Options, first_cycle: int) -> Work:
     requests = read_requests(options.sample_json, embedded=options.local)
     if options.batch_size > len(requests):
         raise UsageError(
-            f"--batch-size is {options.batch_size}, but there are {len(requests)} requests "
+            f"--batch-size is {options.batch_size}, but the number of requests is {len(requests)} "
             "(num_samples of a request is how often its prompt is sampled)"
         )
     operations = ["save_weights_for_sampler", "sample", "forward_backward", "optim_step"]
@@ -130,7 +129,7 @@ def train(training: Training, options: Options, loss: UserLoss, requests: Sequen
         cycle.record()
         if training.saves_after(number):
             training.saved(client.run_operation(run, "save_state", {}), next_cycle=number + 1)
-    training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.end)
+    training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.next_cycle)
     training.exported(client.run_operation(run, "export_lora", {}))
 
 

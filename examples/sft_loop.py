@@ -105,7 +105,7 @@ def train(training: Training, options: Options, data: Sequence[Datum], eval_data
         if training.saves_after(cycle):
             training.saved(client.run_operation(run, "save_state", {}), next_cycle=cycle + 1)
     evaluate(training, options, eval_data, "after")
-    training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.end)
+    training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.next_cycle)
     training.exported(client.run_operation(run, "export_lora", {}))
 
 

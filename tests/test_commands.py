@@ -51,6 +51,8 @@ def test_the_help_of_train_lists_every_algorithm(capsys):
     shown = help_of("train", capsys)
     names = {path.stem for path in (ROOT / "examples" / "algorithms").glob("[a-z]*.py")}
     assert set(re.findall(r"(?m)^    (\w+)  +\w", shown)) == names and len(names) >= 12
+    assert re.findall(r"(?m)^    (\w+)  [^.]+\.\s+Only\s+with --provider\s+tinker", shown) == ["dro"]
+    assert max(map(len, shown.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "distill"])
@@ -70,13 +72,26 @@ def test_the_script_and_the_command_show_the_same_help_but_for_their_names(capsy
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["trian"], "invalid choice: 'trian'"), (["train"], "--build-loss")],
+    [
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "--build-loss"),
+        (["close", "ses-1"], "give --base-url URL, or set WHITNEY_BASE_URL"),
+        (["close", "ses-1", "--base-u", "http://localhost"], "unrecognized arguments: --base-u"),
+        (["plot", "m.jsonl", "--out", "x"], "unrecognized arguments: --out"),
+        (["serve", "--po", "0"], "unrecognized arguments: --po"),
+    ],
 )
-def test_a_usage_error_is_a_line_of_usage_and_a_line_that_says_what_is_wrong(arguments, message, capsys):
+def test_a_usage_error_shows_the_usage_and_a_line_that_says_what_is_wrong(arguments, message, monkeypatch, capsys):
+    monkeypatch.delenv("WHITNEY_BASE_URL", raising=False)
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     shown = capsys.readouterr().err
-    assert ended.value.code == 2 and message in shown and shown.count("\n") == 2
+    assert ended.value.code == 2 and message in shown.splitlines()[-1] and shown.startswith("usage: ")
+
+
+def test_a_base_url_that_cannot_be_used_is_a_usage_error(capsys):
+    assert main(["close", "ses-1", "--base-url", "ftp://host"]) == 2
+    assert "ftp" in capsys.readouterr().err
 
 
 def test_a_terminal_without_unicode_gets_a_help_page_all_the_same():

@@ -9,13 +9,14 @@ import argparse
 import functools
 import importlib.util
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 import whitney_loop
 from whitney_loop.callables import examples_folder
 from whitney_loop.client import WhitneyClient, is_id
-from whitney_loop.errors import WhitneyError, redacted
+from whitney_loop.errors import ConfigurationError, WhitneyError, redacted
 from whitney_loop.lifecycle import close_everything
 
 DESCRIPTION = """Train by Whitney's API; without a base URL, rehearse on an embedded service, where nothing is billed.
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "whitney-loop") -> 
         usage=f"{prog} COMMAND [OPTIONS]",
         description=DESCRIPTION.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"whitney-loop {whitney_loop.__version__}")
@@ -77,13 +79,19 @@ def run_module(name: str, arguments: Sequence[str], prog: str) -> int:
 
 
 def close(arguments: Sequence[str], prog: str) -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=CLOSE_DESCRIPTION.format(prog=prog), formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=CLOSE_DESCRIPTION.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("session_id", metavar="SESSION_ID", help="as the loop or the client printed it")
     where = parser.add_argument_group("the service")
     where.add_argument("--base-url", metavar="URL", help="default: WHITNEY_BASE_URL")
     where.add_argument("--ca-file", metavar="FILE", help="certificates (PEM) to trust instead of the system's")
     options = parser.parse_args(arguments)
+    if not options.base_url and not os.environ.get("WHITNEY_BASE_URL"):
+        parser.error("no service is named: give --base-url URL, or set WHITNEY_BASE_URL")
     if not is_id(options.session_id):  # not shown: a terminal may not take it
         print("error: SESSION_ID is not a valid session id: copy it again from where it was printed", file=sys.stderr)
         return 2
@@ -91,7 +99,7 @@ def close(arguments: Sequence[str], prog: str) -> int:
         cancelled = close_everything(WhitneyClient(options.base_url, ca_file=options.ca_file), options.session_id)
     except WhitneyError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigurationError) else 1
     except KeyboardInterrupt:
         print(redacted(f"interrupted: session {options.session_id} may still be open"), file=sys.stderr)
         return 130

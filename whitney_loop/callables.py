@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,10 +22,23 @@ def examples_folder() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "examples"
 
 
-def algorithms() -> dict[str, str]:
-    """The names of the example algorithms, each with the first line of its file, for a help page."""
+def algorithms() -> str:
+    """The list of the example algorithms for a help page: name, first line of the file, and the provider if it is one.
+
+    Each file names its providers in a sentence of its own, such as "Modal and Tinker."
+    """
+    listed = []
     files = sorted((examples_folder() / "algorithms").glob("[a-z]*.py"))
-    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].strip('"') for file in files}
+    column = 6 + max(len(file.stem) for file in files)  # 4 before the name, 2 behind it
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        summary = text.partition("\n")[0].strip('"')
+        if only := re.search(r"\. (Modal|Tinker)[.,]", text):
+            summary += f" Only with --provider {only[1].lower()}."
+        listed.append(
+            textwrap.fill(summary, 100, initial_indent=f"    {file.stem}".ljust(column), subsequent_indent=" " * column)
+        )
+    return "\n".join(listed)
 
 
 def load_module(spec: str, option: str) -> tuple[ModuleType, str]:
@@ -48,12 +63,22 @@ def load_module(spec: str, option: str) -> tuple[ModuleType, str]:
         raise
     except BaseException as error:  # a module may also call sys.exit()
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-            meant = _did_you_mean(module_name, _module_names())
+            hint = _hiding_folder(module_name) or _did_you_mean(module_name, _module_names())
             raise ValueError(
-                f"{option}: no module {module_name!r} in the current folder or in examples/{meant}"
+                f"{option}: no module {module_name!r} in the current folder or among the examples{hint}"
             ) from None
         kind, trace = type(error).__name__, _users_traceback(error)
         raise ValueError(f"{option}: importing {module_name!r} raised {kind}: {error}\n{trace}") from None
+
+
+def _hiding_folder(module_name: str) -> str:
+    """What to do if a folder of the user's own hides the example that is meant; empty if none does."""
+    package = module_name.partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
+    example = examples_folder().joinpath(*module_name.split(".")).with_suffix(".py")
+    if file is None or not example.is_file():
+        return ""
+    return f": {file} hides the {package} of the examples; give that folder another name, or remove its __init__.py"
 
 
 def _users_traceback(error: BaseException) -> str:

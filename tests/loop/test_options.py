@@ -10,7 +10,7 @@ from loop_runs import GRPO, write_requests
     [
         (["--cycles", "0"], "--cycles is 0, expected at least 1"),
         (["--updates", "-1"], "--updates is -1"),
-        (["--batch-size", "2"], "--batch-size is 2, but there are 1 requests"),
+        (["--batch-size", "2"], "--batch-size is 2, but the number of requests is 1"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--max-datums", "0"], "--max-datums is 0"),
         (["--lora-rank", "0"], "--lora-rank is 0"),
@@ -35,6 +35,7 @@ def test_an_option_out_of_range_is_refused(run_loop, tmp_path, arguments, messag
     ("script", "arguments", "message"),
     [
         ("rl_loop", [], "the following arguments are required: --build-loss"),
+        ("rl_loop", ["--build-loss", GRPO, "--cyc", "3"], "unrecognized arguments: --cyc 3"),
         ("sft_loop", ["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
         ("distillation_loop", ["--provider", "none"], "argument --provider: invalid choice: 'none'"),
     ],

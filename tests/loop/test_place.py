@@ -54,6 +54,8 @@ def test_local_rehearses_the_command_of_a_real_run(train, tmp_path):
         (["--base-url", "http://example.com", *REMOTE], {}, "https only"),
         (["--base-url", "https://example.com", *REMOTE], {}, "no API key"),
         (["--base-url", ""], {}, "--base-url is empty"),
+        (["--ca-file", "nowhere.pem", "--local"], {"WHITNEY_BASE_URL": "https://example.com"}, "--ca-file is for a"),
+        (["--ca-file", "nowhere.pem"], {}, "--ca-file is for a service at a URL, but the embedded one is used"),
         (["--storage", "one.jsonl"], {}, "the embedded service cannot start"),
     ],
 )

@@ -1,6 +1,7 @@
 """The user's function: how it is found and called, and what becomes of what it returns."""
 
 import re
+import sys
 
 import pytest
 
@@ -166,12 +167,12 @@ def train(run_loop, folder, remote):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nowhere:build_loss", "no module 'nowhere' in the current folder or in examples/"),
+        ("nowhere:build_loss", "no module 'nowhere' in the current folder or among the examples"),
         ("algorithms.nowhere:build_loss", "no module 'algorithms.nowhere'"),
         ("mine:build_los", "has no 'build_los'"),
         ("mine:raise", "mine.py) has no 'raise'; did you mean 'raises'?"),
         ("json:build_loss", "module 'json' (/"),  # not the user's own json.py: the path shows it
-        ("minee:raises", "no module 'minee' in the current folder or in examples/; did you mean 'mine'?"),
+        ("minee:raises", "no module 'minee' in the current folder or among the examples; did you mean 'mine'?"),
         ("algorithms.gspoo:build_loss", "did you mean 'algorithms.gspo'?"),
         ("mine.py:raises", "expected MODULE:CALLABLE, MODULE as it is imported; did you mean mine:raises?"),
         ("./mine:raises", "did you mean mine:raises?"),
@@ -193,6 +194,16 @@ def test_an_unusable_build_loss_is_refused_in_one_line(run_loop, folder, spec, m
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert not (folder / ".whitney_local").exists()
+
+
+def test_a_folder_of_the_users_own_that_hides_the_algorithms_is_named(run_loop, folder, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "algorithms"]:
+        monkeypatch.delitem(sys.modules, name)
+    (folder / "algorithms").mkdir()
+    (folder / "algorithms" / "__init__.py").touch()
+    done = run_loop("rl_loop", "--build-loss", "algorithms.ppo:build_loss")
+    assert done.returncode == 2
+    assert "algorithms/__init__.py hides the algorithms of the examples; give that folder another" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         prog=prog,
         description=DESCRIPTION.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     address = parser.add_argument_group("address")
     address.add_argument("--port", type=_port, default=8900, metavar="N", help="0 takes a free one (default: 8900)")

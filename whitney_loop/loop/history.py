@@ -73,6 +73,7 @@ class History:
     state_id: str | None = None  # to resume from; None: a new run
     second_runs: Mapping[str, str | None] = field(default_factory=dict)  # their states by name, at that state
     configs: tuple[dict[str, Any], ...] = ()  # of the run's beginning, and of each time that it was resumed
+    cycles: tuple[dict[str, Any], ...] = ()  # the records of those that the state holds
     path: Path | None = None
     kept_bytes: int = 0  # of the file: up to the state's line
     superseded: bytes = b""  # what follows: cycles that the state does not hold
@@ -231,6 +232,7 @@ def _continued(options: LoopOptions, path: Path, file: IO[bytes]) -> History:
         state_id=state["state_id"],
         second_runs=state.get("second_runs", {}),
         configs=configs,
+        cycles=tuple(line.entry for line in lines if "cycle" in line.entry and line.end <= end),
         path=path.absolute(),
         kept_bytes=end,
         superseded=rest if rest.strip() else b"",

@@ -113,7 +113,7 @@ def logprob_pairs(payload: Payload, result: Mapping[str, Any]) -> list[list[tupl
     """(p, q) of each token with a weight, one list per datum; empty if the outputs do not fit the payload."""
     pairs = []
     for tensors, trained in _tensors_and_logprobs(payload, result):
-        if "logprobs" not in tensors or not all(map(_is_number, trained)):
+        if "logprobs" not in tensors or not all(map(is_number, trained)):
             return []
         rows = zip(trained, tensors["logprobs"]["values"], tensors["weights"]["values"], strict=True)
         pairs.append([(p, q) for p, q, weight in rows if weight])
@@ -132,7 +132,7 @@ def mean_loss(payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]])
             return None
         for tensors, trained in of_datums:
             counted = [(p, weight) for p, weight in zip(trained, tensors["weights"]["values"], strict=True) if weight]
-            if not all(_is_number(p) for p, _ in counted):
+            if not all(is_number(p) for p, _ in counted):
                 return None
             total -= sum(weight * p for p, weight in counted)
     return total / sum(map(trained_tokens, payloads))
@@ -160,7 +160,7 @@ def merged_results(parts: Sequence[Payload], results: Sequence[dict[str, Any]]) 
         return results[0]
     merged: dict[str, Any] = {}
     losses: list[Any] = [result.get("loss") for result in results]
-    if all(map(_is_number, losses)):
+    if all(map(is_number, losses)):
         merged["loss"] = sum(losses)
     outputs: list[Any] = [result.get("outputs") for result in results]
     if all(isinstance(output, list) for output in outputs):
@@ -169,7 +169,7 @@ def merged_results(parts: Sequence[Payload], results: Sequence[dict[str, Any]]) 
     merged["metrics"] = {}
     for name in _returned(results[0]):
         values: list[Any] = [_returned(result).get(name) for result in results]
-        if all(map(_is_number, values)):
+        if all(map(is_number, values)):
             reduce = METRIC_REDUCTIONS.get(name.rpartition(":")[2])
             weighted = sum(value * weight for value, weight in zip(values, tokens, strict=True))
             merged["metrics"][name] = reduce(values) if reduce else weighted / max(sum(tokens), 1)
@@ -197,5 +197,6 @@ def _plain(value: Any) -> float | list[float] | str | None:
     return numbers if entries is value else numbers[0]
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether it is a number; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -6,6 +6,7 @@ A loop's options are one frozen dataclass: each field is one option, with its de
 from __future__ import annotations
 
 import argparse
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -75,6 +76,17 @@ class LoopOptions:
     )
     timeout: float = option(3600.0, "seconds that one operation may take", group="where to train")
 
+    stop_at: Sequence[str] = option(
+        (),
+        "end if the mean of the last 3 cycles is at least VALUE; repeatable",
+        group="when to stop",
+        metavar="METRIC:VALUE",
+    )
+    token_budget: int | None = option(
+        None, "end after N tokens, sampled plus trained, in this process", group="when to stop", at_least=1
+    )
+    max_minutes: float | None = option(None, "end after X minutes in this process", group="when to stop")
+
     metrics: Path | None = option(
         None, "write a line of metrics per cycle (see plot)", group="metrics and resumption", metavar="FILE.jsonl"
     )
@@ -114,6 +126,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str] | None, descript
         usage=" ".join([prog, *shown, "[OPTIONS]"]),  # all options here would hide the error below them
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     kinds = typing.get_type_hints(kind)
     groups: dict[str, Any] = {}
@@ -157,12 +170,28 @@ def check_ranges(options: LoopOptions) -> None:
             raise UsageError(f"{flag_of(entry.name)} is {value}, expected at least {least}")
     if not 0 < options.timeout < LONGEST_TIMEOUT_S:
         raise UsageError(f"--timeout is {options.timeout}, expected seconds above 0 and below {LONGEST_TIMEOUT_S:g}")
+    for goal in options.stop_at:
+        parse_goal(goal)
+    if options.max_minutes is not None and not options.max_minutes > 0:
+        raise UsageError(f"--max-minutes is {options.max_minutes}, expected minutes above 0")
     if options.seed is not None and not 0 <= options.seed < 2**63:
         raise UsageError(f"--seed is {options.seed}, expected 0 to 2^63 − 1")
     if options.engine_option and not options.engine:
         raise UsageError("--engine-option needs --engine")
     if options.recover and not options.journal:
         raise UsageError("--recover needs --journal PATH")
+
+
+def parse_goal(text: str) -> tuple[str, float]:
+    """(metric, value) of a ``--stop-at METRIC:VALUE``. Raise UsageError if it is not of this form."""
+    metric, _, number = text.rpartition(":")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not metric or not math.isfinite(value):
+        raise UsageError(f"--stop-at is {text!r}, expected METRIC:VALUE, such as reward/mean:0.9")
+    return metric, value
 
 
 def flag_of(name: str) -> str:

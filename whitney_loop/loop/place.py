@@ -31,19 +31,19 @@ def is_embedded(options: LoopOptions) -> bool:
         raise UsageError("--local and --base-url contradict each other: leave one out")
     if options.base_url == "":
         raise UsageError("--base-url is empty: give a URL, or leave it out")
-    if options.local:
-        return True
-    if options.base_url or os.environ.get("WHITNEY_BASE_URL"):
+    if not options.local and (options.base_url or os.environ.get("WHITNEY_BASE_URL")):
         if options.engine:
             raise UsageError(
                 "--engine needs the embedded service, but a base URL is set: pass --local, or leave --engine out"
             )
         return False
-    if os.environ.get("WHITNEY_API_KEY"):
+    if not options.local and os.environ.get("WHITNEY_API_KEY"):
         raise UsageError(
             "WHITNEY_API_KEY is set, but no base URL: set WHITNEY_BASE_URL or pass --base-url to train there, "
             "or pass --local to rehearse on the embedded service"
         )
+    if options.ca_file is not None:
+        raise UsageError("--ca-file is for a service at a URL, but the embedded one is used: leave it out")
     return True
 
 

@@ -40,6 +40,7 @@ ORDER = ["reward", "loss", "kl", "ratio", "ess", "clip_frac", "groups", "complet
 ORDER += ["provider", "time"]
 UNCOMPARED_OPTIONS = frozenset(  # they change no curve: run length, paths, ids
     {"cycles", "first_cycle", "resume_from", "started", "session_id", "run_id", "save_every", "metrics", "storage"}
+    | {"stop_at", "token_budget", "max_minutes"}
     | {"journal", "recover", "timeout", "base_url", "ca_file", "local", "optimizer"}
 )
 UNITS = {  # of a metric, or of all metrics of a group
@@ -84,8 +85,12 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_loop plot") -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION.format(prog=prog), formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=DESCRIPTION.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl", help="a file of --metrics; one per run")
     parser.add_argument("--output", type=Path, default=Path("metrics.html"), help="default: metrics.html")
     options = parser.parse_args(arguments)
@@ -97,7 +102,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_
         if empty:
             print(f"left out, since it has no cycle yet: {empty}", file=sys.stderr)
         write_page(options.output, page([run for run in runs if run.cycles]))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(options.output)

@@ -32,6 +32,7 @@ class Summary:
     session_id: str | None = None
     run_id: str | None = None
     seed: int | None = None
+    ended_by: str | None = None  # the option that ended it before its last cycle
     next_cycle: int | None = None
     state_id: str | None = None
     artifact: Any = None

@@ -16,6 +16,7 @@ from whitney_loop.loop.options import LoopOptions
 from whitney_loop.loop.report import Summary, formatted, on_a_terminal, say
 from whitney_loop.loop.second_runs import SecondRuns
 from whitney_loop.loop.signals import raise_if_signalled
+from whitney_loop.loop.stops import Stops
 from whitney_loop.loop.warnings import Warnings
 from whitney_loop.payloads import adamw_optimizer
 
@@ -45,12 +46,17 @@ class Training:
         self._save_every = options.save_every
         self._history = history
         self._started = self._cycle_started = time.monotonic()
-        self._next_cycle = cycles.start  # after the last whole cycle
+        self._stops = Stops(options, history.cycles)
+        summary.ended_by = self._stops.reached(0)  # a resumed run may have reached its goal
+        self.next_cycle = cycles.start  # after the last whole cycle
         self._whole_steps = 0  # optimizer steps that the service had accepted by the end of that cycle
 
     def cycles(self) -> Iterator[int]:
-        """The numbers of the cycles to train, from the first or from the resumed one."""
+        """The numbers of the cycles to train, from the first or the resumed one, until an option ends the training."""
         for cycle in self._cycles:
+            if self.summary.ended_by:
+                say(f"{self.summary.ended_by} is reached: the training ends before cycle {cycle}")
+                return
             raise_if_signalled()
             self._cycle_started = time.monotonic()
             yield cycle
@@ -62,14 +68,18 @@ class Training:
         """
         self.summary.cycles_skipped += "skipped" in entry
         self.summary.cycles_done += "skipped" not in entry
-        self._next_cycle, self._whole_steps = entry["cycle"] + 1, self.client.accepted["optim_step"]
+        self.next_cycle, self._whole_steps = entry["cycle"] + 1, self.client.accepted["optim_step"]
         self._history.write(entry)
+        self._stops.take(entry)
+        self.summary.ended_by = self._stops.reached(self.summary.tokens_sampled + self.summary.tokens_trained)
         if on_a_terminal():
             done = entry["cycle"] + 1 - self._cycles.start
             line += "  " + rate_and_time_left(time.monotonic() - self._started, done, self.end - 1 - entry["cycle"])
         say(line)
-        if self._history.state_id and entry["cycle"] == self._cycles.start:
-            self.warnings.lost_state(sorted(map(str, self.ctx.state)))
+        if entry["cycle"] == self._cycles.start:
+            self.warnings.unknown_metrics(self._stops.unknown(), entry)
+            if self._history.state_id:
+                self.warnings.lost_state(sorted(map(str, self.ctx.state)))
 
     def require_finite(self, cycle: int, payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a result of ``forward_backward`` holds a number that is NaN or infinite.
@@ -113,7 +123,8 @@ class Training:
 
     def saves_after(self, cycle: int) -> bool:
         """Whether ``--save-every`` asks for a state after this cycle; after the last one a state is saved anyway."""
-        return bool(self._save_every) and (cycle + 1) % (self._save_every or 1) == 0 and cycle + 1 < self.end
+        due = bool(self._save_every) and (cycle + 1) % (self._save_every or 1) == 0
+        return due and cycle + 1 < self.end and not self.summary.ended_by
 
     def saved(self, result: Mapping[str, Any], *, next_cycle: int, timeout_s: float | None = None) -> None:
         """Keep the state that ``save_state`` gave, from which ``next_cycle`` can be trained; save second runs too."""
@@ -133,7 +144,7 @@ class Training:
 
         Only a signal's KeyboardInterrupt comes out.
         """
-        cycle = self._next_cycle
+        cycle = self.next_cycle
         if cycle in (self._cycles.start, self.summary.next_cycle):
             return
         deadline = time.monotonic() + LAST_SAVE_S

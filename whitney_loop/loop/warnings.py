@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from whitney_loop.loop.metrics import is_number
 from whitney_loop.loop.report import say
 
 RATIO_LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "gspo", "dro", "dppo"})
@@ -87,6 +88,12 @@ class Warnings:
                 "metrics",
                 f"not kept of ctx.metrics: {'; '.join(notes[:3])}. Put numbers, lists of numbers or short texts there",
             )
+
+    def unknown_metrics(self, names: Sequence[str], record: Mapping[str, Any]) -> None:
+        """``names`` are metrics of ``--stop-at`` that are not in the record of the first cycle."""
+        if names:
+            known = ", ".join(sorted(name for name, value in record.items() if is_number(value)))
+            self.once("stop_at", f"--stop-at: cycle {record['cycle']} has no {', '.join(names)}; it has {known}")
 
     def lost_state(self, names: Sequence[str]) -> None:
         """``names`` are those that a build_loss keeps in ``ctx.state`` after a resumption."""
