@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from whitney_loop import wire
@@ -220,7 +220,7 @@ class WhitneyClient:
 
         Otherwise like ``run_operation``.
         """
-        return self._submit_repeatable(run_id, sampler_id, kind, payload).result()
+        return self._submit_at_sampler(REPEAT_AFTER_S, run_id, sampler_id, kind, payload).result()
 
     def run_operations(self, run_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Do an operation for each payload, in order, and return their results.
@@ -238,7 +238,9 @@ class WhitneyClient:
 
         One that fails and may be repeated is submitted again, as by ``run_operation``.
         """
-        submitted = _each(functools.partial(self._submit_repeatable, run_id, sampler_id, kind), payloads)
+        submitted = _each(
+            functools.partial(self._submit_at_sampler, REPEAT_AFTER_S, run_id, sampler_id, kind), payloads
+        )
         return _each(PendingOperation.result, submitted)
 
     def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
@@ -256,14 +258,13 @@ class WhitneyClient:
 
         ``metadata`` beside the payload's fields, as a prompt file may have it, is not sent.
         """
-        path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
-        return self._operations.submit(run_id, path, kind, wire.wire_request(payload))
+        return self._submit_at_sampler((), run_id, sampler_id, kind, payload)
 
-    def _submit_repeatable(
-        self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]
+    def _submit_at_sampler(
+        self, repeat_after_s: Sequence[float], run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]
     ) -> PendingOperation:
         path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
-        return self._operations.submit(run_id, path, kind, payload, repeat_after_s=REPEAT_AFTER_S)
+        return self._operations.submit(run_id, path, kind, wire.wire_request(payload), repeat_after_s=repeat_after_s)
 
     def settle(self, *, timeout_s: float | None = None) -> None:
         """Ask the service what became of the operations whose outcome is unknown: after it, others can follow them.
