@@ -10,6 +10,7 @@ from between import changing_results
 from loop_process import start_loop
 from loop_runs import EXAMPLES, left_behind, training_on, write_requests
 from whitney_loop import WhitneyClient
+from whitney_loop.operations import Operations
 
 TEACHER = [{"prompt": list(b"the "), "completion": list(b"end")}] * 4
 SMALL = ("--model", "byte-lm", "--lora-rank", "1", "--learning-rate", "0.1")
@@ -27,16 +28,14 @@ def submitted(monkeypatch):
     """(run_id, payload, operation) of all that a client submits, in its order."""
     record = []
 
-    def recording(submit):
-        def recorded(client, run_id, *arguments):
-            operation = submit(client, run_id, *arguments)
-            record.append((run_id, arguments[-1], operation))
-            return operation
+    submit = Operations.submit
 
-        return recorded
+    def recorded(operations, run_id, path, kind, payload, *arguments, **options):
+        operation = submit(operations, run_id, path, kind, payload, *arguments, **options)
+        record.append((run_id, payload, operation))
+        return operation
 
-    for name in ("submit_operation", "submit_sampler_operation"):
-        monkeypatch.setattr(WhitneyClient, name, recording(getattr(WhitneyClient, name)))
+    monkeypatch.setattr(Operations, "submit", recorded)
     return record
 
 
