@@ -1,7 +1,7 @@
 """A proxy between client and service whose faults are drawn from a seed: the network of a bad day, on loopback.
 
-One request per connection, as the client sends them. Which exchange meets which fault depends on the seed and on the
-order of the requests only.
+Connections of the client are kept, so that a fault may meet one that served well before. Which exchange meets which
+fault depends on the seed and on the order of the requests only.
 """
 
 import contextlib
@@ -30,6 +30,8 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._threads = []
         self.exchanges = 0
+        self.connections = 0
+        self._open = set()  # connections of the client
         self.faults = []  # (kind, method, path)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -43,6 +45,9 @@ class FaultProxy:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         self._listener.close()
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # a kept one that nobody uses
         for thread in self._threads:
             thread.join()
 
@@ -55,19 +60,24 @@ class FaultProxy:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             thread = threading.Thread(target=self._serve, args=(connection,))
             self._threads.append(thread)
+            self._open.add(connection)
+            self.connections += 1
             thread.start()
 
     def _serve(self, connection):
         with connection, contextlib.suppress(OSError):  # the client may leave at any time
-            connection.settimeout(GIVES_UP_S)
-            request = _read_request(connection)
-            if not request:
-                return
-            method, path = request.split(b" ", 2)[:2]
-            fault, held = self._draw(method.decode(), path.decode())
-            if held is not None:
-                self.ask(held)
-            fault(self, connection, request) if fault else connection.sendall(self.ask(request))
+            while request := _read_request(connection):
+                connection.settimeout(GIVES_UP_S)
+                method, path = request.split(b" ", 2)[:2]
+                fault, held = self._draw(method.decode(), path.decode())
+                if held is not None:
+                    self.ask(held)
+                if fault:
+                    fault(self, connection, request)
+                    break
+                connection.sendall(self.ask(request))
+                connection.settimeout(None)
+        self._open.discard(connection)
 
     def _draw(self, method, path):
         with self._lock:
@@ -89,10 +99,11 @@ class FaultProxy:
             return self._random.choice(values)
 
     def ask(self, request):
-        """The service's whole answer to a request."""
+        """The service's whole answer to a request, over a connection of its own."""
         with socket.create_connection(self._upstream, timeout=GIVES_UP_S) as service:
-            service.sendall(request)
-            return b"".join(iter(lambda: service.recv(65536), b""))
+            service.sendall(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+            answer = b"".join(iter(lambda: service.recv(65536), b""))
+            return answer.replace(b"Connection: close\r\n", b"", 1)
 
 
 def _read_request(connection):
@@ -174,6 +185,26 @@ def _duplicate(proxy, connection, request):
     twin.join()
 
 
+def _half_close(proxy, connection, request):
+    """It is answered, and then the proxy says that it sends no more, but goes on listening."""
+    connection.sendall(proxy.ask(request))
+    connection.shutdown(socket.SHUT_WR)
+    _read_request(connection)
+
+
+def _reset_after_answer(proxy, connection, request):
+    """It is answered, and then the connection is reset before the next request."""
+    connection.sendall(proxy.ask(request))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _close_at_next(proxy, connection, request):
+    """It is answered, and the next request on the same connection arrives without an answer."""
+    connection.sendall(proxy.ask(request))
+    if following := _read_request(connection):
+        proxy.ask(following)
+
+
 def _late_duplicate(proxy, connection, request):
     """It arrives a second time when the next request has been sent."""
     proxy.hold(request)
@@ -194,5 +225,8 @@ FAULTS = {
     "stall": _stall,
     "delay": _delay,
     "duplicate": _duplicate,
+    "half-closed": _half_close,
+    "reset between requests": _reset_after_answer,
+    "closed at the next request": _close_at_next,
     "late duplicate": _late_duplicate,
 }

@@ -26,11 +26,12 @@ MAY_IMPORT = {
     # the client's side
     "connections": {"errors"},
     "transport": {"connections", "errors", "version", "wire"},
-    "operations": {"transport", "errors", "wire"},
-    "client": {"operations", "transport", "errors", "wire"},
+    "operations": {"transport", "connections", "errors", "wire"},
+    "fetching": {"operations", "connections", "errors"},
+    "client": {"fetching", "operations", "transport", "connections", "errors", "wire"},
     "lifecycle": {"client", "errors", "wire"},
 }
-CLIENT_SIDE = {"connections", "transport", "operations", "client", "lifecycle"}
+CLIENT_SIDE = {"connections", "transport", "operations", "fetching", "client", "lifecycle"}
 WHOLE_PACKAGE = "__init__"  # "import whitney_loop" imports the client's side
 
 

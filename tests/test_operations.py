@@ -329,7 +329,7 @@ def test_two_threads_that_wait_for_one_result_ask_for_it_once():
 
 
 def test_a_result_whose_poll_failed_can_be_asked_for_again():
-    with ScriptedServer(run(), operation("queued"), refusal(404, "not_found"), operation()) as server:
+    with ScriptedServer(run(), operation("queued"), refusal(403, "forbidden"), operation()) as server:
         pending = client_of(server).submit_operation("run-1", "optim_step", {})
         with pytest.raises(RequestRejected):
             pending.result()

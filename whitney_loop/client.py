@@ -6,23 +6,21 @@ project's reading. It stands in ``wire.py``: if your deployment differs, edit it
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from whitney_loop import wire
-from whitney_loop.errors import ConfigurationError, RequestRejected, UnexpectedResponse, WhitneyError, shortened
+from whitney_loop.connections import HangUp
+from whitney_loop.errors import ConfigurationError, RequestRejected, UnexpectedResponse, shortened
+from whitney_loop.fetching import do_all
 from whitney_loop.operations import REPEAT_AFTER_S, Operations, PendingOperation, as_json, require_same, wait_until
 from whitney_loop.transport import Transport
 from whitney_loop.wire import is_id as is_id
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 _LONGEST_LISTING = 400  # characters; the names of the contract take half of it
 _LONGEST_TIMEOUT_S = 1e9  # 30 years; a socket takes no more than 290
@@ -79,6 +77,16 @@ class WhitneyClient:
 
     def __repr__(self) -> str:
         return f"WhitneyClient({self.base_url!r})"
+
+    def close(self) -> None:
+        """Close the connections that are kept for the next request. Optional; a request that follows opens one."""
+        self._transport.close()
+
+    def __enter__(self) -> WhitneyClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # What the service offers
 
@@ -220,28 +228,41 @@ class WhitneyClient:
 
         Otherwise like ``run_operation``.
         """
-        return self._submit_at_sampler(REPEAT_AFTER_S, run_id, sampler_id, kind, payload).result()
+        return self._submit_repeatable(run_id, sampler_id, kind, payload).result()
 
     def run_operations(self, run_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Do an operation for each payload, in order, and return their results.
 
-        All are submitted before the first is awaited. Raises what ``run_operation`` raises for the first that fails;
-        those that were submitted after it still run.
+        No submission waits for a result; results are fetched by up to 8 threads meanwhile. Raises what
+        ``run_operation`` raises for the first that fails; those that were submitted after it still run.
         """
-        submitted = _each(functools.partial(self.submit_operation, run_id, kind), payloads)
-        return _each(PendingOperation.result, submitted)
+        path = wire.path(wire.OPERATIONS, run_id=run_id)
+
+        def submit(payload: Mapping[str, Any], hang_up: HangUp) -> PendingOperation:
+            return self._operations.submit(run_id, path, kind, payload, hang_up=hang_up)
+
+        return do_all(submit, payloads)
 
     def sampler_operations(
-        self, run_id: str, sampler_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]
+        self,
+        run_id: str,
+        sampler_id: str,
+        kind: str,
+        payloads: Iterable[Mapping[str, Any]],
+        *,
+        on_result: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[dict[str, Any]]:
         """Do a sampler's operation for each payload: like ``run_operations``, but the service may overlap them.
 
-        One that fails and may be repeated is submitted again, as by ``run_operation``.
+        One that fails and may be repeated is submitted again, as by ``run_operation``. ``on_result`` is called with the
+        index of a payload and its result as soon as that has arrived, in the order of arrival and in this thread; later
+        payloads are submitted when it returns.
         """
-        submitted = _each(
-            functools.partial(self._submit_at_sampler, REPEAT_AFTER_S, run_id, sampler_id, kind), payloads
-        )
-        return _each(PendingOperation.result, submitted)
+
+        def submit(payload: Mapping[str, Any], hang_up: HangUp) -> PendingOperation:
+            return self._submit_repeatable(run_id, sampler_id, kind, payload, hang_up)
+
+        return do_all(submit, payloads, on_result)
 
     def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
         """Submit an operation in its order and do not wait for its end: the ``result()`` of what it returns does.
@@ -258,13 +279,16 @@ class WhitneyClient:
 
         ``metadata`` beside the payload's fields, as a prompt file may have it, is not sent.
         """
-        return self._submit_at_sampler((), run_id, sampler_id, kind, payload)
+        path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
+        return self._operations.submit(run_id, path, kind, wire.wire_request(payload))
 
-    def _submit_at_sampler(
-        self, repeat_after_s: Sequence[float], run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]
+    def _submit_repeatable(
+        self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any], hang_up: HangUp | None = None
     ) -> PendingOperation:
         path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
-        return self._operations.submit(run_id, path, kind, wire.wire_request(payload), repeat_after_s=repeat_after_s)
+        return self._operations.submit(
+            run_id, path, kind, wire.wire_request(payload), repeat_after_s=REPEAT_AFTER_S, hang_up=hang_up
+        )
 
     def settle(self, *, timeout_s: float | None = None) -> None:
         """Ask the service what became of the operations whose outcome is unknown: after it, others can follow them.
@@ -282,8 +306,7 @@ class WhitneyClient:
     ) -> str:
         headers = {wire.IDEMPOTENCY_KEY: idempotency_key or str(uuid.uuid4())}
         budget_s = self.submit_timeout_s if timeout_s is None else timeout_s
-        content = as_json(body, path).encode()
-        answer = self._transport.exchange("POST", path, content, budget_s=budget_s, headers=headers)
+        answer = self._transport.exchange("POST", path, [as_json(body, path)], budget_s=budget_s, headers=headers)
         made = answer.get(id_field)
         if not wire.is_id(made):
             raise UnexpectedResponse(
@@ -299,7 +322,7 @@ class WhitneyClient:
 
     def _post(self, path: str, timeout_s: float | None = None) -> dict[str, Any]:
         budget_s = self.submit_timeout_s if timeout_s is None else timeout_s
-        return self._transport.exchange("POST", path, b"{}", budget_s=budget_s)
+        return self._transport.exchange("POST", path, [b"{}"], budget_s=budget_s)
 
     def _about_run(self, run_id: str, answer: dict[str, Any]) -> dict[str, Any]:
         require_same(answer, wire.RUN_ID, run_id, f"run {run_id}")
@@ -308,18 +331,6 @@ class WhitneyClient:
     def _about_session(self, session_id: str, answer: dict[str, Any]) -> dict[str, Any]:
         require_same(answer, wire.SESSION_ID, session_id, f"session {session_id}")
         return answer
-
-
-def _each(do: Callable[[Given], Made], given: Iterable[Given]) -> list[Made]:
-    """Do it for each one, in order. The ``index`` of an error is that of the one that it is about."""
-    made = []
-    for index, one in enumerate(given):
-        try:
-            made.append(do(one))
-        except WhitneyError as error:
-            error.index = index
-            raise
-    return made
 
 
 def result_sampler_id(result: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One request over one HTTP connection: TLS, a proxy, and limits on the time and the size of an answer."""
+"""Connections to one service: kept for the next request, verified by TLS, limited in silence and in size."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ import email.message
 import http.client
 import io
 import os
+import re
+import selectors
 import socket
 import ssl
 import time
 import urllib.parse
+import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from whitney_loop.errors import ConfigurationError
 
-LARGEST_BODY = 256 * 2**20  # bytes; logprobs of 1,000 completions of 10,000 tokens fit
-_CHUNK = 64 * 2**10  # bytes
+LARGEST_BODY = 256 * 2**20  # bytes of an answer; logprobs of 1,000 completions of 10,000 tokens fit
+_PIECE = 64 * 2**10  # bytes that are sent or read at once
+_SLOWEST = 1_000  # bytes a second; an answer that comes more slowly counts as silent
+_CONNECT_S = 10.0  # to connect, to be answered by a proxy, to shake hands: each
+_MOST_KEPT = 9  # eight threads that wait for results, and one that submits
+_KEPT_S = 25.0  # without a request; services and proxies close an idle connection after 30 s or more
 
 
 class NotConnected(Exception):
@@ -28,8 +36,30 @@ class NotTrusted(NotConnected):
     """The service's certificate could not be verified."""
 
 
+class KeptConnectionLost(Exception):
+    """The service closed a kept connection and did not begin to answer. The request may have arrived."""
+
+
 class AnswerTooLarge(Exception):
     """The body of the answer is larger than LARGEST_BODY allows."""
+
+
+class HungUp(Exception):
+    """Another thread has ended this exchange."""
+
+
+class HangUp:
+    """Ends the exchanges of other threads, which then raise HungUp: those under way, and those that would follow."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.sockets: set[socket.socket] = set()  # on which an answer is awaited
+
+    def __call__(self) -> None:
+        self.done = True
+        for sock in list(self.sockets):
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not SSLSocket's, which another thread is using
 
 
 class Answer(NamedTuple):
@@ -41,62 +71,158 @@ class Answer(NamedTuple):
 
 
 class Connections:
-    """Opens the connections to one base URL. TLS is always verified: by ``ca_file``, or by the system's authorities.
+    """The connections to one base URL. TLS is always verified: by ``ca_file``, or by the system's authorities.
 
     A proxy that the environment names is used for https, unless ``direct``. It gets CONNECT with the host's name and
-    then sees TLS only. Raises ConfigurationError if the proxy or the file cannot be used.
+    then sees TLS only. Raises ConfigurationError if the proxy or the file cannot be used. Thread-safe: each exchange
+    has a connection to itself.
     """
 
     def __init__(self, base_url: str, *, ca_file: str | os.PathLike[str] | None, direct: bool) -> None:
         parts = urllib.parse.urlsplit(base_url)
-        self._host, self._port, self._path = parts.hostname or "", parts.port, parts.path
+        self._netloc, self._path = parts.netloc, parts.path
+        self._host, self._port = parts.hostname or "", parts.port
         self._tls = _verifying_context(ca_file) if parts.scheme == "https" else None
         self._proxy = None if direct else _proxy_for(parts.netloc)
+        self.ever_connected = False
+        self._process = os.getpid()
+        self._kept: list[tuple[socket.socket, float]] = []  # with the time of the last answer; the newest is the last
+        weakref.finalize(self, _close_all, self._kept)  # nobody has to call close()
 
-    def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout_s: float) -> Answer:
-        """Send one request and read its answer; each of connecting, sending and reading takes at most ``timeout_s``.
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Sequence[bytes],
+        headers: dict[str, str],
+        timeout_s: float,
+        *,
+        new_connection: bool = False,
+        hang_up: HangUp | None = None,
+    ) -> Answer:
+        """Send one request and read its answer. ``body``: its parts, none for a request without a body.
 
-        Raises NotConnected, AnswerTooLarge, and OSError or HTTPException if the answer is lost.
+        ``timeout_s`` limits silence: the wait for the head of the answer, and each wait for the next bytes of a body.
+        Raises NotConnected, KeptConnectionLost (never with ``new_connection``), AnswerTooLarge, HungUp, ValueError if a
+        header cannot be sent, and OSError or HTTPException if the answer is lost.
         """
-        connection = self._new_connection(timeout_s)
-        with contextlib.closing(connection):
-            _connect(connection)
-            connection.request(method, self._path + path, body, {**headers, "Connection": "close"})
-            with connection.getresponse() as response:
-                return Answer(response.status, response.headers, _read_body(response))
+        head = self._head(method, path, headers, sum(map(len, body)) if body else None)
+        hang_up = hang_up or HangUp()
+        kept = None if new_connection else self._take_kept()
+        sock = kept or self._connected(timeout_s)
+        response = _Response(sock, method=method)
+        try:
+            hang_up.sockets.add(sock)
+            if hang_up.done:
+                raise HungUp
+            sock.settimeout(timeout_s)
+            _send(sock, head, body)
+            answer, may_be_kept = response.read_answer(timeout_s)
+        except BaseException as error:  # of an exchange that was interrupted, an answer may still be on its way
+            sock.close()
+            if hang_up.done:
+                raise HungUp from None
+            if kept and isinstance(error, (ConnectionError, ssl.SSLError)) and not response.reads.received:
+                raise KeptConnectionLost(f"{type(error).__name__}: {error}") from None
+            raise
+        finally:
+            hang_up.sockets.discard(sock)
+        if may_be_kept and len(self._kept) < _MOST_KEPT:
+            self._kept.append((sock, time.monotonic()))
+        else:
+            sock.close()
+        return answer
 
-    def _new_connection(self, timeout_s: float) -> http.client.HTTPConnection:
+    def close(self) -> None:
+        """Close the connections that no exchange is using."""
+        _close_all(self._kept)
+
+    def _take_kept(self) -> socket.socket | None:
+        if self._process != os.getpid():  # this process was forked, and the connections are its parent's
+            self._process = os.getpid()
+            self.close()
+        while self._kept:
+            with contextlib.suppress(IndexError):  # another thread took it
+                sock, since = self._kept.pop()
+                if time.monotonic() - since < _KEPT_S and _is_quiet(sock):
+                    return sock
+                sock.close()
+        return None
+
+    def _connected(self, timeout_s: float) -> socket.socket:
+        """Find the address, connect, ask the proxy, shake hands. Raise NotConnected or NotTrusted."""
+        host, port = (self._proxy.host, self._proxy.port) if self._proxy else (self._host, self._port)
+        timeout_s = min(timeout_s, _CONNECT_S)
         if self._tls is None:
-            return _Connection(self._host, self._port, timeout=timeout_s)
-        if self._proxy is None:
-            return _TLSConnection(self._host, self._port, timeout=timeout_s, context=self._tls)
-        connection = _TLSConnection(self._proxy.host, self._proxy.port, timeout=timeout_s, context=self._tls)
-        connection.set_tunnel(self._host, self._port, self._proxy.headers)
-        return connection
+            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        else:
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
+        if self._proxy:
+            connection.set_tunnel(self._host, self._port, self._proxy.headers)
+        connection.response_class = _Response
+        problem: NotConnected | None = None
+        try:
+            connection.connect()
+        except ssl.SSLCertVerificationError as error:
+            problem = NotTrusted(error.verify_message)
+        except (OSError, http.client.HTTPException) as error:
+            problem = NotConnected(f"{type(error).__name__}: {error}")
+        except BaseException:
+            connection.close()
+            raise
+        if problem is not None:  # raised here: the context of an error would keep a proxy's answer open on Python 3.10
+            connection.close()
+            raise problem
+        self.ever_connected = True
+        return cast(socket.socket, connection.sock)
+
+    def _head(self, method: str, path: str, headers: dict[str, str], length: int | None) -> bytes:
+        headers = {"Host": self._netloc, "Accept-Encoding": "identity", **headers}
+        if length is not None:
+            headers["Content-Length"] = str(length)
+        for name, value in headers.items():
+            if not re.fullmatch("[ -~]*", value):
+                raise ValueError(f"{name} holds a line break or a character outside ASCII")
+        lines = [f"{method} {self._path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        return "\r\n".join([*lines, "", ""]).encode()
 
 
-def _connect(connection: http.client.HTTPConnection) -> None:
-    """Find the address, connect, ask the proxy, shake hands. Raise NotConnected or NotTrusted."""
-    problem: NotConnected | None = None
-    try:
-        connection.connect()
-    except ssl.SSLCertVerificationError as error:
-        problem = NotTrusted(error.verify_message)
-    except (OSError, http.client.HTTPException) as error:
-        problem = NotConnected(f"{type(error).__name__}: {error}")
-    if problem is not None:  # raised here: the context of an error would keep a proxy's answer open on Python 3.10
-        raise problem
+def _close_all(kept: list[tuple[socket.socket, float]]) -> None:
+    while kept:
+        with contextlib.suppress(IndexError):  # another thread took it
+            kept.pop()[0].close()
+
+
+def _is_quiet(sock: socket.socket) -> bool:
+    """Return whether the service has neither closed a kept connection nor sent anything on it."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        return not selector.select(0)
+
+
+def _send(sock: socket.socket, head: bytes, body: Sequence[bytes]) -> None:
+    """Send a small request in one segment. Send a large one piece by piece, without a copy of it."""
+    if sum(map(len, body)) < _PIECE:
+        sock.sendall(b"".join([head, *body]))
+        return
+    sock.sendall(head)
+    for part in body:
+        view = memoryview(part)
+        for start in range(0, len(view), _PIECE):
+            sock.sendall(view[start : start + _PIECE])  # the socket's time-out is for each piece
 
 
 class _TimedReads(io.RawIOBase):
-    """A socket's reads. All of them together take at most the socket's timeout, which by itself limits each one."""
-
-    _raw: io.RawIOBase | None = None  # so that close() works if a signal comes before it is set
+    """A socket's reads, each limited by ``timeout_s``, and all of them by ``end``."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._end = time.monotonic() + (sock.gettimeout() or 0)
-        self._raw = cast(io.RawIOBase, sock.makefile("rb", buffering=0))
+        self.received = 0  # bytes
+        self.start(sock.gettimeout() or 0)
+
+    def start(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.end = time.monotonic() + timeout_s
 
     def makefile(self, *_: Any) -> io.BufferedReader:
         return io.BufferedReader(self)
@@ -104,24 +230,22 @@ class _TimedReads(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int | None:
-        left = self._end - time.monotonic()
+    def readinto(self, buffer: Any) -> int:
+        left = min(self._timeout_s, self.end - time.monotonic())
         if left <= 0:
             raise TimeoutError("the answer did not end in time")
         self._sock.settimeout(left)
-        return cast(io.RawIOBase, self._raw).readinto(buffer)
-
-    def close(self) -> None:
-        if self._raw is not None:
-            self._raw.close()
-        super().close()
+        count = self._sock.recv_into(buffer)
+        self.received += count
+        return count
 
 
 class _Response(http.client.HTTPResponse):
     fp: Any = None  # so that close() works if a signal comes before it is set
 
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
-        super().__init__(cast(socket.socket, _TimedReads(sock)), *arguments, **options)
+        self.reads = _TimedReads(sock)
+        super().__init__(cast(socket.socket, self.reads), *arguments, **options)
 
     def begin(self, *arguments: Any, **options: Any) -> None:
         super().begin(*arguments, **options)
@@ -129,13 +253,29 @@ class _Response(http.client.HTTPResponse):
             self.headers = cast(Any, None)  # an interim answer: begin again. http.client itself passes over 100 only
             super().begin(*arguments, **options)
 
-
-class _Connection(http.client.HTTPConnection):
-    response_class = _Response
-
-
-class _TLSConnection(http.client.HTTPSConnection):
-    response_class = _Response
+    def read_answer(self, timeout_s: float) -> tuple[Answer, bool]:
+        """Return the answer, and whether the connection may be kept. Parsing fails later if the body is truncated."""
+        with self:
+            self.reads.start(timeout_s)
+            self.begin()
+            self.reads.start(timeout_s)
+            chunks, size, is_whole = [], 0, False
+            try:
+                while chunk := self.read1(_PIECE):
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    self.reads.end += len(chunk) / _SLOWEST
+                    if size > LARGEST_BODY:
+                        raise AnswerTooLarge(f"the answer is larger than {LARGEST_BODY} bytes")
+                is_whole = self.chunked or self.length == 0
+            except (http.client.HTTPException, ConnectionError):
+                pass
+            except OSError:  # it did not come in time
+                if self.status < 300:
+                    raise
+                chunks = []  # the status alone says what to do
+            may_be_kept = is_whole and not self.will_close and self.status >= 200
+            return Answer(self.status, self.headers, b"".join(chunks)), may_be_kept
 
 
 class _Proxy(NamedTuple):
@@ -176,22 +316,3 @@ def _verifying_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext
     except OSError as error:  # ssl.SSLError is one
         why = f"{error.strerror or error}; expected a file of certificates in PEM"
         raise ConfigurationError(f"ca_file {ca_file} cannot be used: {why}", outcome="not_sent") from None
-
-
-def _read_body(response: http.client.HTTPResponse) -> bytes:
-    """Read the body. A truncated one is returned as it came: parsing it fails later."""
-    chunks = []
-    size = 0
-    try:
-        while chunk := response.read1(_CHUNK):
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > LARGEST_BODY:
-                raise AnswerTooLarge(f"the answer is larger than {LARGEST_BODY} bytes")
-    except (http.client.HTTPException, ConnectionError):
-        pass
-    except OSError:  # it did not come in time
-        if response.status < 300:
-            raise
-        return b""  # the status alone says what to do
-    return b"".join(chunks)

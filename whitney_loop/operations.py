@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from whitney_loop import wire
+from whitney_loop.connections import HangUp
 from whitney_loop.errors import (
     OperationFailed,
     OperationTimeout,
@@ -35,7 +36,8 @@ _FIRST_PAUSE_S = 0.02  # between polls of a server that does not hold them
 _LONGEST_PAUSE_S = 5.0
 # Before an operation that failed, but may be submitted again, is: three times, in half a minute.
 REPEAT_AFTER_S = (1.0, 5.0, 25.0)
-_PATIENCE_S = 30.0  # a wait that takes longer is logged, each time this passes
+PATIENCE_S = 30.0  # a wait that takes longer is logged, each time this passes
+_STRAY_ANSWERS = 2  # in a row: 404s and pages of a gateway that do not count as the end of an accepted operation
 # Poll answers that mean "not finished yet". A long poll may also end in 504 or a read timeout; the next poll is a short
 # one, and for a short one both are errors.
 _NOT_YET = frozenset({408})
@@ -56,6 +58,7 @@ class PendingOperation:
     _repeat: Callable[[PendingOperation, OperationFailed, float | None], PendingOperation | None] | None = field(
         default=None, repr=False
     )
+    _hang_up: HangUp | None = field(default=None, repr=False)  # of the operations that are awaited together
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def result(self, timeout_s: float | None = None) -> dict[str, Any]:
@@ -127,6 +130,7 @@ class Operations:
         timeout_s: float | None = None,
         *,
         repeat_after_s: Sequence[float] = (),
+        hang_up: HangUp | None = None,
     ) -> PendingOperation:
         """Serialise the payload, then take the next seq_id, then send, under the run's lock.
 
@@ -153,12 +157,12 @@ class Operations:
                     log(logging.WARNING, f"{run_id} was operated by another client before: a run has one client")
             seq_id = order.next_seq_id
             order.fetch_expiring_results(seq_id, timeout_s)
-            head = json.dumps({wire.KIND: kind, wire.SEQ_ID: seq_id})
-            body = f'{head[:-1]}, "{wire.PAYLOAD}": {serialised}}}'.encode()
+            head = as_json({wire.KIND: kind, wire.SEQ_ID: seq_id}, kind)[:-1] + f',"{wire.PAYLOAD}":'.encode()
+            body = [head, serialised, b"}"]  # in parts: a payload may have 100 MB, and is not copied
             try:
                 budget_s = self._submit_timeout_s if timeout_s is None else timeout_s
                 answer = self._transport.exchange("POST", path, body, budget_s=budget_s, seq_id=seq_id)
-                pending = PendingOperation(run_id, kind, seq_id, path, answer, self._wait)
+                pending = PendingOperation(run_id, kind, seq_id, path, answer, self._wait, _hang_up=hang_up)
                 _require_operation(answer, pending)
                 self._accept(order, [kind])
             except BaseException as error:  # a Ctrl-C too leaves the outcome unknown
@@ -197,11 +201,21 @@ class Operations:
             return None
         log(logging.WARNING, f"{error.message} (seq_id {failed.seq_id}); submitted again in {pause_s:g} s")
         time.sleep(pause_s)
+        if failed._hang_up and failed._hang_up.done:
+            return None
         timeout_s = None if left_s is None else left_s - pause_s
         with order.lock:
             if failed.path == wire.path(wire.OPERATIONS, run_id=failed.run_id) and order.newest != failed.seq_id:
                 return None
-            return self.submit(failed.run_id, failed.path, failed.kind, payload, timeout_s, repeat_after_s=later_s)
+            return self.submit(
+                failed.run_id,
+                failed.path,
+                failed.kind,
+                payload,
+                timeout_s,
+                repeat_after_s=later_s,
+                hang_up=failed._hang_up,
+            )
 
     def _accept(self, order: _Order, kinds: list[str]) -> None:
         """Count an operation, and only then its seq_id: an interrupt in between must not hide it."""
@@ -258,9 +272,10 @@ class Operations:
         operation_id = operation[wire.OPERATION_ID]
         path = wire.path(wire.OPERATION, run_id=pending.run_id, operation_id=operation_id)
         hold = True  # whether the next poll is a long one
+        strays = 0
 
         def poll(left_s: float) -> dict[str, Any] | None:
-            nonlocal hold
+            nonlocal hold, strays
             wait_s = int(min(left_s, _LONG_POLL_S)) if hold else 0
             try:
                 answer = self.poll(
@@ -268,21 +283,26 @@ class Operations:
                     left_s,
                     seq_id=pending.seq_id,
                     not_yet=_NOT_YET_HELD if hold else _NOT_YET,
+                    hang_up=pending._hang_up,
                 )
                 _require_operation(answer, pending, operation_id)
             except NotYet:
                 hold = not hold
                 return None
             except WhitneyError as error:
+                strays += 1
+                if _may_be_stray(error) and strays <= _STRAY_ANSWERS:
+                    return None
                 error.outcome = "unknown"  # the operation was accepted: only its result is refused here
                 raise
-            hold = True
+            hold, strays = True, 0
             return answer
 
         name = f"{pending.kind} (seq_id {pending.seq_id})"
         facts = _facts(pending)
         timeout_s = self._operation_timeout_s if timeout_s is None else timeout_s
-        return wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=timeout_s, **facts)
+        says = pending._hang_up is None  # of those that are awaited together, whoever waits for them all says it
+        return wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=timeout_s, says=says, **facts)
 
 
 def wait_until(
@@ -292,12 +312,14 @@ def wait_until(
     name: str,
     *,
     timeout_s: float,
+    says: bool = True,
     **facts: Any,
 ) -> dict[str, Any]:
     """Poll until the status is one of ``statuses``, and return that state. Raise OperationTimeout after ``timeout_s``.
 
     ``poll`` takes the seconds that are left and returns the state, or None if it is not known yet. The last poll begins
     after the deadline: this process may have been stopped (Ctrl-Z, a paused container) while the service went on.
+    ``says``: whether a long wait is logged.
     """
 
     def has_ended() -> bool:
@@ -315,7 +337,7 @@ def wait_until(
                 outcome="unknown",
                 **facts,
             )
-        if asked - said > _PATIENCE_S:
+        if says and asked - said > PATIENCE_S:
             said = asked
             log(logging.WARNING, f"{name} is {found} for {asked - started:.0f} s")
         is_last = asked >= deadline
@@ -332,10 +354,10 @@ def wait_until(
     return state
 
 
-def as_json(value: object, name: str) -> str:
+def as_json(value: object, name: str) -> bytes:
     """Return the JSON text. Raise ValueError if there is none."""
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: the payload is no JSON: {error}. check_payload says which entry it is") from None
 
@@ -394,6 +416,12 @@ def _facts(pending: PendingOperation) -> dict[str, Any]:
 def _is_out_of_step(error: BaseException) -> TypeGuard[WhitneyError]:
     """Return whether the service refused the seq_id: it was taken, or it is not the next one."""
     return isinstance(error, WhitneyError) and error.code in wire.ORDER_LOST
+
+
+def _may_be_stray(error: WhitneyError) -> bool:
+    """Return whether the answer to a poll may be that of a gateway, or of a server that was just replaced."""
+    is_no_api = error.status is not None and error.code is None
+    return error.status == 404 or is_no_api
 
 
 def _why_broken(error: BaseException, kind: str, seq_id: int) -> str | None:

@@ -18,11 +18,19 @@ import random
 import re
 import time
 import urllib.parse
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from whitney_loop import wire
-from whitney_loop.connections import Answer, AnswerTooLarge, Connections, NotConnected, NotTrusted
+from whitney_loop.connections import (
+    Answer,
+    AnswerTooLarge,
+    Connections,
+    HangUp,
+    KeptConnectionLost,
+    NotConnected,
+    NotTrusted,
+)
 from whitney_loop.errors import (
     ConfigurationError,
     Outcome,
@@ -44,6 +52,7 @@ _CONFLICT = 409  # is never sent again, whatever the service says
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 20.0
 _LEAST_TIMEOUT_S = 0.001  # a socket takes 0 for "do not wait"
+_FIRST_CONTACT_S = 5.0  # until a service that was never reached is reported: its address may be wrong
 _SHOWN_CHARACTERS = 200  # of a body that is not JSON
 
 
@@ -79,35 +88,42 @@ class Transport:
         self,
         method: str,
         path: str,
-        body: bytes | None = None,
+        body: Sequence[bytes] = (),
         *,
         budget_s: float,
         headers: Mapping[str, str] | None = None,
         seq_id: int | None = None,
         not_yet: Collection[int | str] = (),
+        hang_up: HangUp | None = None,
     ) -> dict[str, Any]:
-        """Return the JSON object that the service answers, without any API key that it holds.
+        """Send a request with this body, given in parts. Return the JSON object of the answer, without any API key.
 
         Asks again after a failed connection, after a status that may pass, and if the service's error says
-        ``retryable``, until ``budget_s`` seconds have passed. Raises NotYet for a status in ``not_yet`` (or TIMEOUT);
-        RequestRejected, UnexpectedResponse; ConfigurationError if the certificate is not trusted; ServiceUnavailable
-        when the time is up.
+        ``retryable``, until ``budget_s`` seconds have passed, or _FIRST_CONTACT_S if there never was a connection.
+        Raises NotYet for a status in ``not_yet`` (or TIMEOUT); RequestRejected, UnexpectedResponse; ConfigurationError
+        if the certificate is not trusted; ServiceUnavailable when the time is up; HungUp.
         """
-        deadline = time.monotonic() + budget_s
+        started = time.monotonic()
+        deadline = started + budget_s
         agent = {"User-Agent": f"whitney-loop/{__version__}"}  # some gateways refuse Python's own
         all_headers = {"Content-Type": "application/json", "Accept": "application/json", **agent, **(headers or {})}
         if self._key:
             all_headers["Authorization"] = f"Bearer {self._key}"
         facts: dict[str, Any] = {"method": method, "path": path, "seq_id": seq_id, "attempts": 0}
-        may_have_arrived = False
+        may_have_arrived = new_connection = False
         while True:
             facts["attempts"] += 1
             timeout_s = min(self._exchange_timeout_s, max(deadline - time.monotonic(), _LEAST_TIMEOUT_S))
+            options: dict[str, Any] = {"new_connection": new_connection, "hang_up": hang_up}
             try:
-                return self._read(self._ask(method, path, body, all_headers, timeout_s, facts), facts)
+                return self._read(self._ask(facts, method, path, body, all_headers, timeout_s, **options), facts)
+            except KeptConnectionLost:
+                new_connection = may_have_arrived = True
             except _Trouble as trouble:
                 if trouble.status_or_timeout in not_yet:
                     raise NotYet from None
+                if not self._connections.ever_connected:
+                    deadline = min(deadline, started + _FIRST_CONTACT_S)
                 may_have_arrived |= trouble.may_have_arrived
                 self._pause_or_give_up(trouble, deadline, facts, may_have_arrived=may_have_arrived)
             except WhitneyError as error:
@@ -115,18 +131,13 @@ class Transport:
                     error.outcome = "unknown"
                 raise
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: dict[str, str],
-        timeout_s: float,
-        facts: dict[str, Any],
-    ) -> Answer:
+    def close(self) -> None:
+        self._connections.close()
+
+    def _ask(self, facts: dict[str, Any], *request: Any, **options: Any) -> Answer:
         # No error is chained to what it came from: that may show the key, if a server echoes it in place of HTTP.
         try:
-            return self._connections.ask(method, path, body, headers, timeout_s)
+            return self._connections.ask(*request, **options)
         except NotTrusted as error:
             raise ConfigurationError(
                 f"the certificate of {self.base_url} is not trusted: {error}. If you run the authority that signed it, "
@@ -212,8 +223,14 @@ class Transport:
             return
         refused: Outcome = "rejected" if trouble.about else "not_sent"
         asked = f"; it asks to wait {asked_s:.0f} s, and {max(left, 0):.0f} s are left" if asked_s else ""
+        found = f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}"
+        if not self._connections.ever_connected:
+            found = (
+                f"no connection to {self.base_url}: {trouble}. Check the base URL's host and port, the network and its "
+                "proxy (https_proxy), and that the service runs"
+            )
         raise ServiceUnavailable(
-            f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}",
+            found,
             outcome="unknown" if may_have_arrived else refused,
             retryable=True,
             **trouble.about,
