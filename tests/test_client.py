@@ -6,6 +6,7 @@ from scripted_client import KEY, client_of
 from scripted_server import ScriptedServer, refusal, reply, run
 from whitney_loop import (
     ConfigurationError,
+    OperationFailed,
     OperationTimeout,
     RequestRejected,
     UnexpectedResponse,
@@ -86,6 +87,38 @@ def test_a_poll_of_a_closing_session_that_answers_about_another_one_is_not_belie
     with ScriptedServer(reply({}), reply({"session_id": "ses-2", "status": "closed"})) as server:
         with pytest.raises(UnexpectedResponse, match="session_id is 'ses-2'"):
             client_of(server).close_session("ses-1")
+
+
+# A run that is being allocated
+
+
+def test_a_run_that_is_still_allocated_is_awaited_and_that_is_said_once(pauses, caplog):
+    with ScriptedServer(*[run("allocating")] * 4, run("active")) as server:
+        assert client_of(server).create_lora_run("ses-1", model="m") == "run-1"
+    assert [request.method for request in server.requests] == ["POST", *["GET"] * 4]
+    assert [record.getMessage() for record in caplog.records] == ["run run-1 is being allocated: waiting for it"]
+
+
+def test_a_run_that_is_active_at_once_is_not_asked_for():
+    with ScriptedServer(run()) as server:
+        assert client_of(server).create_lora_run("ses-1", model="m") == "run-1"
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("before", [[], [run("allocating")]])
+def test_a_run_whose_allocation_fails_raises_with_the_service_s_words(before):
+    error = {"code": "out_of_memory", "message": "the model needs 9 GB"}
+    failed = reply({"run_id": "run-1", "status": "failed", "error": error})
+    with ScriptedServer(*before, failed) as server:
+        with pytest.raises(OperationFailed, match="run run-1 failed: the model needs 9 GB") as caught:
+            client_of(server).create_lora_run("ses-1", model="m")
+    assert (caught.value.code, caught.value.outcome) == ("out_of_memory", "failed")
+
+
+def test_a_run_that_is_not_allocated_in_time_is_reported():
+    with ScriptedServer(*[run("allocating")] * 9) as server:
+        with pytest.raises(OperationTimeout, match="run run-1 is 'allocating' after 0 s, not allocated"):
+            client_of(server, operation_timeout_s=0.05).create_lora_run("ses-1", model="m")
 
 
 # Answers of the wrong shape

@@ -134,6 +134,28 @@ def test_a_run_whose_creation_got_no_answer_is_found_by_its_key_and_cancelled():
     assert cancel.path == "/v1/training/runs/run-1/cancel" and poll.path == "/v1/training/runs/run-1"
 
 
+def test_a_run_that_is_interrupted_while_it_is_allocated_is_found_by_its_key_and_cancelled_without_waiting():
+    def interrupt(connection):
+        os.kill(os.getpid(), signal.SIGINT)
+        stall(connection)
+
+    script = [run("allocating"), interrupt, run("allocating"), run("cancelling"), run("cancelled")]
+    with ScriptedServer(*script) as server, pytest.raises(KeyboardInterrupt):
+        with lora_run(WhitneyClient(server.base_url), "ses-1", model="m"):
+            pytest.fail("it is not allocated")
+    assert [request.path.rpartition("/")[2] for request in server.requests] == [
+        "runs", "run-1", "runs", "cancel", "run-1",
+    ]  # fmt: skip
+
+
+def test_a_run_that_gives_no_answer_while_it_is_allocated_is_cancelled(gives_up_at_once):
+    script = [run("allocating"), drop, run("allocating"), run("cancelling"), run("cancelled")]
+    with ScriptedServer(*script) as server, pytest.raises(ServiceUnavailable):
+        with lora_run(WhitneyClient(server.base_url), "ses-1", model="m"):
+            pytest.fail("it is not allocated")
+    assert len(server.requests) == 5
+
+
 def test_a_second_interrupt_that_comes_before_the_clean_up_shortens_it_too(monkeypatch):
     monkeypatch.setattr(lifecycle, "_LAST_TRY_S", 0.1)
     script = [reply({"session_id": "ses-1"}), stall, stall]

@@ -6,6 +6,7 @@ project's reading. It stands in ``wire.py``: if your deployment differs, edit it
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -16,9 +17,17 @@ from typing import Any
 
 from whitney_loop import wire
 from whitney_loop.connections import HangUp
-from whitney_loop.errors import ConfigurationError, RequestRejected, UnexpectedResponse, shortened
+from whitney_loop.errors import ConfigurationError, RequestRejected, UnexpectedResponse, WhitneyError, log, shortened
 from whitney_loop.fetching import do_all
-from whitney_loop.operations import REPEAT_AFTER_S, Operations, PendingOperation, as_json, require_same, wait_until
+from whitney_loop.operations import (
+    REPEAT_AFTER_S,
+    Operations,
+    PendingOperation,
+    as_json,
+    failure,
+    require_same,
+    wait_until,
+)
 from whitney_loop.transport import Transport
 from whitney_loop.wire import is_id as is_id
 
@@ -127,7 +136,9 @@ class WhitneyClient:
 
         Default of the key: a new one.
         """
-        return self._create(wire.SESSIONS, {wire.PROVIDER: provider}, idempotency_key, wire.SESSION_ID, timeout_s)
+        body = {wire.PROVIDER: provider}
+        session = self._create(wire.SESSIONS, body, idempotency_key, wire.SESSION_ID, timeout_s)
+        return str(session[wire.SESSION_ID])
 
     def create_lora_run(
         self,
@@ -139,16 +150,40 @@ class WhitneyClient:
         resume_from: str | None = None,
         idempotency_key: str | None = None,
         timeout_s: float | None = None,
+        wait: bool = True,
     ) -> str:
         """Start a LoRA run of ``model`` in a session and return its id.
 
-        ``rank`` ≥ 1. ``resume_from`` takes the ``state_id`` of a ``save_state``: its weights and its optimizer.
+        ``rank`` ≥ 1. ``resume_from`` takes the ``state_id`` of a ``save_state``: its weights and its optimizer. With
+        ``wait``, a run that the service is still allocating is awaited, as long as an operation would be. Raises
+        OperationFailed if that fails, OperationTimeout if it takes longer.
         """
         body: dict[str, Any] = {wire.MODEL: model, wire.LORA: {wire.RANK: rank}}
         body |= {} if seed is None else {wire.SEED: seed}
         body |= {} if resume_from is None else {wire.RESUME_FROM: resume_from}
         path = wire.path(wire.RUNS, session_id=session_id)
-        return self._create(path, body, idempotency_key, wire.RUN_ID, timeout_s)
+        run = self._create(path, body, idempotency_key, wire.RUN_ID, timeout_s)
+        return self._allocated(run) if wait else str(run[wire.RUN_ID])
+
+    def _allocated(self, run: dict[str, Any]) -> str:
+        """Wait while the service allocates a run, which may accept no operation until then; return its id."""
+        run_id = str(run[wire.RUN_ID])
+
+        def poll(left_s: float) -> dict[str, Any]:
+            nonlocal run
+            run = self._about_run(run_id, self._operations.poll(wire.path(wire.RUN, run_id=run_id), left_s))
+            return run if run.get(wire.STATUS) == wire.ALLOCATING else {wire.STATUS: "allocated"}
+
+        if run.get(wire.STATUS) == wire.ALLOCATING:
+            log(logging.WARNING, f"run {run_id} is being allocated: waiting for it")
+            try:
+                wait_until(["allocated"], poll, run, f"run {run_id}", timeout_s=self.operation_timeout_s)
+            except WhitneyError as error:
+                error.outcome = "unknown"  # the run was created
+                raise
+        if run.get(wire.STATUS) == wire.FAILED:
+            raise failure(f"run {run_id}", run)
+        return run_id
 
     def session(self, session_id: str) -> dict[str, Any]:
         """Return the session's present state: id, provider, status and its runs."""
@@ -303,7 +338,8 @@ class WhitneyClient:
 
     def _create(
         self, path: str, body: dict[str, Any], idempotency_key: str | None, id_field: str, timeout_s: float | None
-    ) -> str:
+    ) -> dict[str, Any]:
+        """Return the answer, which holds the id of what was created."""
         headers = {wire.IDEMPOTENCY_KEY: idempotency_key or str(uuid.uuid4())}
         budget_s = self.submit_timeout_s if timeout_s is None else timeout_s
         answer = self._transport.exchange("POST", path, [as_json(body, path)], budget_s=budget_s, headers=headers)
@@ -315,7 +351,7 @@ class WhitneyClient:
                 method="POST",
                 path=path,
             )
-        return made
+        return answer
 
     def _get(self, path: str) -> dict[str, Any]:
         return self._transport.exchange("GET", path, budget_s=self.submit_timeout_s)

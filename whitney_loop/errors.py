@@ -139,7 +139,7 @@ class UnexpectedResponse(WhitneyError):
 
 
 class OperationFailed(WhitneyError):
-    """The operation was accepted and ended as ``failed`` or ``cancelled``; ``code`` says why."""
+    """The operation was accepted and ended as ``failed`` or ``cancelled``, or a run could not be allocated."""
 
 
 class OperationTimeout(WhitneyError):

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from whitney_loop import wire
 from whitney_loop.client import WhitneyClient
@@ -30,17 +31,14 @@ def training_session(
     with the same key returns the same session.
     """
     key = idempotency_key or str(uuid.uuid4())
-    return _cleaned_up(
-        _Resource(
-            kind="session",
-            idempotency_key=key,
-            create=lambda timeout_s: client.create_session(provider, idempotency_key=key, timeout_s=timeout_s),
-            finish=client.close_session,
-            give_up=lambda session_id, timeout_s: client.close_session(session_id, timeout_s=timeout_s),
-            how_to_close=lambda session_id: f"to close it: {close_command(client, session_id)}",
-            ends_with_its_session=False,
-        )
-    )
+
+    def create(timeout_s: float | None, *, wait: bool) -> str:
+        return client.create_session(provider, idempotency_key=key, timeout_s=timeout_s)
+
+    def give_up(session_id: str, timeout_s: float | None) -> None:
+        client.close_session(session_id, timeout_s=timeout_s)
+
+    return _cleaned_up(_Resource(client, key, create, finish=client.close_session, give_up=give_up))
 
 
 def lora_run(
@@ -59,25 +57,24 @@ def lora_run(
     raises.
     """
     key = str(uuid.uuid4())
-    return _cleaned_up(
-        _Resource(
-            kind="run",
-            idempotency_key=key,
-            create=lambda timeout_s: client.create_lora_run(
-                session_id,
-                model=model,
-                rank=rank,
-                seed=seed,
-                resume_from=resume_from,
-                idempotency_key=key,
-                timeout_s=timeout_s,
-            ),
-            finish=lambda run_id: _finish(client, run_id),
-            give_up=lambda run_id, timeout_s: _cancel(client, run_id, timeout_s),
-            how_to_close=lambda _: f"to close its session: {close_command(client, session_id)}",
-            ends_with_its_session=True,
-        )
-    )
+
+    def create(timeout_s: float | None, *, wait: bool) -> str:
+        options: dict[str, Any] = {"rank": rank, "seed": seed, "resume_from": resume_from, "idempotency_key": key}
+        return client.create_lora_run(session_id, model=model, **options, timeout_s=timeout_s, wait=wait)
+
+    def finish(run_id: str) -> None:
+        try:
+            client.finish(run_id)
+        except RequestRejected as error:
+            if error.code != wire.RUN_NOT_ACTIVE or str(client.run(run_id).get(wire.STATUS)) not in wire.CANCELLED_RUN:
+                raise
+        client.wait_until_terminal(run_id)
+
+    def give_up(run_id: str, timeout_s: float | None) -> None:
+        client.cancel(run_id, timeout_s=timeout_s)
+        client.wait_until_terminal(run_id, timeout_s=client.submit_timeout_s if timeout_s is None else timeout_s)
+
+    return _cleaned_up(_Resource(client, key, create, finish=finish, give_up=give_up, session_id=session_id))
 
 
 def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
@@ -115,49 +112,36 @@ def close_command(client: WhitneyClient, session_id: str) -> str:
     return shlex.join(map(redacted, words))  # before they are quoted: quoting changes how a key looks
 
 
-def _finish(client: WhitneyClient, run_id: str) -> None:
-    try:
-        client.finish(run_id)
-    except RequestRejected as error:
-        if error.code != wire.RUN_NOT_ACTIVE or str(client.run(run_id).get(wire.STATUS)) not in wire.CANCELLED_RUN:
-            raise
-    client.wait_until_terminal(run_id)
-
-
-def _cancel(client: WhitneyClient, run_id: str, timeout_s: float | None) -> None:
-    client.cancel(run_id, timeout_s=timeout_s)
-    client.wait_until_terminal(run_id, timeout_s=client.submit_timeout_s if timeout_s is None else timeout_s)
-
-
 @dataclass
 class _Resource:
     """A session or a run: something on the service that must not outlive its block."""
 
-    kind: str
+    client: WhitneyClient
     idempotency_key: str
-    create: Callable[[float | None], str]  # takes seconds; a second call returns the id of what the first one made
+    create: Callable[..., str]  # takes seconds; a second call returns the id of what the first one made
     finish: Callable[[str], object]
     give_up: Callable[[str, float | None], object]  # takes the id and seconds
-    how_to_close: Callable[[str], str]  # by hand
-    ends_with_its_session: bool
+    session_id: str | None = None  # of a run: closing it ends the run too
     id: str | None = None
-
-    def name(self) -> str:
-        if self.id is None:
-            return f"{self.kind} (its id did not come; Idempotency-Key {self.idempotency_key})"
-        return f"{self.kind} {self.id} ({self.how_to_close(self.id)})"
 
     def end(self, timeout_s: float | None) -> None:
         if self.id is None:
-            self.id = self.create(timeout_s)
+            self.id = self.create(timeout_s, wait=False)
         self.give_up(self.id, timeout_s)
+
+    def __str__(self) -> str:
+        kind = "run" if self.session_id else "session"
+        if self.id is None:
+            return f"{kind} (its id did not come; Idempotency-Key {self.idempotency_key})"
+        command = close_command(self.client, self.session_id or self.id)
+        return f"{kind} {self.id} (to close {'its session' if self.session_id else 'it'}: {command})"
 
 
 @contextmanager
 def _cleaned_up(resource: _Resource) -> Iterator[str]:
     process = os.getpid()
     try:
-        resource.id = resource.create(None)
+        resource.id = resource.create(None, wait=True)
         yield resource.id
         if os.getpid() == process:  # a child that the block forked leaves its parent's session alone
             resource.finish(resource.id)
@@ -170,31 +154,15 @@ def _cleaned_up(resource: _Resource) -> Iterator[str]:
 def _clean_up(resource: _Resource, error: BaseException) -> None:
     """End the resource because of ``error``. What goes wrong is logged, so that ``error`` is what the user sees."""
     try:
-        log(logging.INFO, f"cleaning up {resource.name()}")
-        resource.end(_LAST_TRY_S if _has_stopped_waiting(error) else None)
-    except Exception as failure:
-        _log_as_open(resource, failure)
-    except BaseException as interrupt:
-        stop_waiting(error)
-        _last_try(resource, interrupt)
-
-
-def _last_try(resource: _Resource, interrupt: BaseException) -> None:
-    """After a second Ctrl-C, close a session quickly or not at all. Its runs end with it."""
-    problem: BaseException | str = f"{type(interrupt).__name__} during clean-up"
-    try:
-        if not resource.ends_with_its_session:
+        try:
+            resource.end(_LAST_TRY_S if _has_stopped_waiting(error) else None)
+        except (KeyboardInterrupt, SystemExit):  # the user asks again: close a session quickly, and its runs with it
+            stop_waiting(error)
+            if resource.session_id:
+                raise
             resource.end(_LAST_TRY_S)
-            problem = ""
-    except Exception as failure:
-        problem = failure
-    finally:  # after a third Ctrl-C too
-        if problem:
-            _log_as_open(resource, problem)
-
-
-def _log_as_open(resource: _Resource, problem: BaseException | str) -> None:
-    log(logging.ERROR, f"may still be open: {resource.name()}: {problem}")
+    except BaseException as problem:
+        log(logging.ERROR, f"may still be open: {resource}: {str(problem) or repr(problem)}")
 
 
 def _may_have_been_made(error: BaseException) -> bool:

@@ -392,20 +392,25 @@ def _require_operation(answer: dict[str, Any], pending: PendingOperation, operat
 def _result_of(operation: dict[str, Any], pending: PendingOperation) -> dict[str, Any]:
     kind, status, result = pending.kind, operation[wire.STATUS], operation.get(wire.RESULT)
     if status != wire.SUCCEEDED:
-        error = operation.get(wire.ERROR)
-        error = error if isinstance(error, dict) else {}
-        code, message = error.get(wire.ERROR_CODE), error.get(wire.ERROR_MESSAGE)
-        raise OperationFailed(
-            f"{kind} {status}: {message or 'the service gives no reason'}",
-            outcome="failed",
-            code=code if isinstance(code, str) else None,
-            retryable=error.get(wire.ERROR_RETRYABLE) is True,
-            **_facts(pending),
-        )
+        raise failure(kind, operation, **_facts(pending))
     if not isinstance(result, dict):
         message = f"{kind}: {wire.RESULT} is {shortened(result)}, expected an object"
         raise UnexpectedResponse(message, outcome="unknown", **_facts(pending))
     return result
+
+
+def failure(name: str, answer: dict[str, Any], **facts: Any) -> OperationFailed:
+    """Return the error that says why an operation, or a run, has not succeeded."""
+    error = answer.get(wire.ERROR)
+    error = error if isinstance(error, dict) else {}
+    code, message = error.get(wire.ERROR_CODE), error.get(wire.ERROR_MESSAGE)
+    return OperationFailed(
+        f"{name} {answer[wire.STATUS]}: {message or 'the service gives no reason'}",
+        outcome="failed",
+        code=code if isinstance(code, str) else None,
+        retryable=error.get(wire.ERROR_RETRYABLE) is True,
+        **facts,
+    )
 
 
 def _facts(pending: PendingOperation) -> dict[str, Any]:

@@ -62,6 +62,8 @@ REQUEST_ID = "request_id"
 
 # Statuses and codes [ours]; a status that is not listed here is not final.
 SUCCEEDED = "succeeded"
+FAILED = "failed"  # of operations and of runs
+ALLOCATING = "allocating"
 ENDED_OPERATION = frozenset({"succeeded", "failed", "cancelled"})
 ENDED_RUN = frozenset({"finished", "cancelled", "failed"})
 ENDED_SESSION = frozenset({"closed"})
