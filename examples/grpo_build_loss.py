@@ -1,4 +1,4 @@
-"""GRPO: the reward is the share of lowercase vowels in the completion.
+"""GRPO. The reward is that of ``--reward``; without it, the share of lowercase vowels in the completion.
 
 A = (reward − group mean) / group deviation, the population's, and Whitney's ``importance_sampling`` loss, on either
 provider. Source: Whitney's page "GRPO"; arXiv 2402.03300. Run it:
@@ -14,13 +14,13 @@ LOSS_FUNCTION = "importance_sampling"
 VOWELS = frozenset(b"aeiou")
 
 
-def reward(tokens: list[int]) -> float:
-    """0…1. Ids 0–255 are bytes and 256 is the end; with your own model, decode with its tokenizer here."""
+def reward(tokens: list[int], request: dict[str, Any]) -> float:
+    """0…1. Ids 0–255 are bytes and 256 is the end; ``request["metadata"]`` is that of the prompt file."""
     return sum(token in VOWELS for token in tokens) / max(len(tokens), 1)
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
+    rewards = [ctx.reward(sequence, request) for sequence in sample["sequences"]]
     ctx.metrics["reward"] = rewards  # the loop prints their mean and keeps their deviation
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):

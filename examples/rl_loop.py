@@ -52,6 +52,16 @@ class Options(LoopOptions):
         group="loss and data",
         metavar="MODULE:CALLABLE",
     )
+    reward: str | None = option(
+        None,
+        "your reward(text, request) if its module has decode(tokens), else reward(tokens, request): a number, which "
+        "algorithms ask as ctx.reward; default: grpo_build_loss:reward, the share of vowels",
+        group="loss and data",
+        metavar="MODULE:CALLABLE",
+    )
+    reward_threads: int = option(
+        1, "rewards to compute side by side; 1: in the loop's own thread", group="loss and data", at_least=1
+    )
     sample_json: Path | None = option(
         None,
         "payloads of sample: one, an array, or a JSONL; default on the embedded service: examples/sample.json",
@@ -81,7 +91,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:
 
 def prepare(options: Options, first_cycle: int) -> Work:
     """Load and check what the user gave, before anything is created."""
-    loss = load_user_loss(options.build_loss, options.provider)
+    loss = load_user_loss(options.build_loss, options.provider, options.reward, options.reward_threads)
     requests = read_requests(options.sample_json, embedded=options.local)
     if options.batch_size > len(requests):
         raise UsageError(
@@ -106,6 +116,7 @@ def prepare(options: Options, first_cycle: int) -> Work:
 def train(training: Training, options: Options, loss: UserLoss, requests: Sequence[Request]) -> None:
     """The documented cycle, as often as asked; then a saved state and an exported adapter."""
     client, run = training.client, training.run_id
+    training.ctx.reward = loss.rewards.of
     for number in training.cycles():
         cycle = Cycle(training, number, loss, requests_of_cycle(requests, options.batch_size, training.seed, number))
 
@@ -114,6 +125,8 @@ def train(training: Training, options: Options, loss: UserLoss, requests: Sequen
         sampler = cycle.snapshot(saved)
         with named_in_errors(cycle.requests):
             samples = client.sampler_operations(run, sampler, "sample", cycle.requests)
+        for index, sample in enumerate(samples):
+            cycle.arrived(index, sample)
 
         # Score: your function turns the samples into what to train on, or None if they teach nothing.
         payload = cycle.build_loss(samples)

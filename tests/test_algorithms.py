@@ -120,19 +120,20 @@ def second_run(name, **_):
     return SimpleNamespace(run_id=f"run-{name}", sampler_id=f"smp-{name}")
 
 
-def context(provider):
+def context(provider, reward=lambda tokens: REWARDS[TOKENS.index(tokens)]):
+    """``reward`` is that of the tokens of a completion."""
     return SimpleNamespace(
+        reward=lambda sequence, request: reward(sequence["tokens"]),
         client=FixedClient(), run_id="run-1", sampler_id="smp-0", session_id="ses-1", model="m", provider=provider,
         metrics={}, state={}, second_run=second_run,
     )  # fmt: skip
 
 
-def test_an_empty_completion_has_no_term_even_after_a_prompt_of_one_token(monkeypatch):
+def test_an_empty_completion_has_no_term_even_after_a_prompt_of_one_token():
     answers = {(7, 5, 6): [-0.5, -0.25], (7, 5): [-0.5], (7,): []}
     for name, provider in PROVIDERS:
         module = importlib.import_module(f"algorithms.{name}")
-        monkeypatch.setattr(module, "reward", lambda tokens: float(len(tokens)))
-        ctx = context(provider)
+        ctx = context(provider, lambda tokens: float(len(tokens)))
         ctx.client.sampler_operation = lambda run, sampler, kind, payload: {
             "logprobs": [None, *answers[tuple(payload["input"]["token_ids"])]]
         }
@@ -144,10 +145,8 @@ def test_an_empty_completion_has_no_term_even_after_a_prompt_of_one_token(monkey
         assert [datum["input"]["token_ids"] for datum in payload["data"]] == [[7, 5], [7]], name
 
 
-def build(name, provider, monkeypatch, rewards=REWARDS, ctx=None):
+def build(name, provider, ctx=None):
     module = importlib.import_module(f"algorithms.{name}")
-    table = {tuple(tokens): reward for tokens, reward in zip(TOKENS, rewards, strict=True)}
-    monkeypatch.setattr(module, "reward", lambda tokens: table[tuple(tokens)])
     sequences = [
         {"tokens": tokens, "logprobs": logprobs, "stop_reason": "stop"}
         for tokens, logprobs in zip(TOKENS, LOGPROBS, strict=True)
@@ -161,9 +160,9 @@ def test_every_file_has_its_formula_here():
 
 
 @pytest.mark.parametrize(("name", "provider"), PROVIDERS)
-def test_one_fixed_sample_gives_exactly_the_payload_of_the_formula(name, provider, monkeypatch):
+def test_one_fixed_sample_gives_exactly_the_payload_of_the_formula(name, provider):
     loss, advantages, clip, config = EXPECTED[name]
-    payload = build(name, provider, monkeypatch)
+    payload = build(name, provider)
     check_payload(payload, provider)
     if clip and provider == "modal":
         config = config | {"clip_low_threshold": clip[0], "clip_high_threshold": clip[1]}
@@ -183,24 +182,24 @@ def test_one_fixed_sample_gives_exactly_the_payload_of_the_formula(name, provide
 
 
 @pytest.mark.parametrize(("name", "provider"), PROVIDERS)
-def test_a_uniform_group_has_no_gradient_signal(name, provider, monkeypatch):
+def test_a_uniform_group_has_no_gradient_signal(name, provider):
     if name in ("ppo_critic", "dapo"):
         pytest.skip("a critic's values tell equal rewards apart; dapo has a test of its own")
     with pytest.raises(NoGradientSignal):
-        build(name, provider, monkeypatch, rewards=[0.1, 0.1, 0.1])
+        build(name, provider, context(provider, lambda tokens: 0.1))
 
 
 @pytest.mark.parametrize("name", ["grpo_kl", "reinforce_pp", "reinforce_pp_baseline"])
-def test_the_reference_is_a_second_run(name, monkeypatch):
+def test_the_reference_is_a_second_run(name):
     ctx = context("modal")
     for _ in range(2):
-        build(name, "modal", monkeypatch, ctx=ctx)
+        build(name, "modal", ctx)
     assert ctx.client.asked == [("logprobs", "run-reference", "smp-reference")] * 6
 
 
-def test_the_critic_is_asked_for_the_values_of_the_sample_and_learns_its_returns_by_several_updates(monkeypatch):
+def test_the_critic_is_asked_for_the_values_of_the_sample_and_learns_its_returns_by_several_updates():
     ctx = context("modal")
-    build("ppo_critic", "modal", monkeypatch, ctx=ctx)
+    build("ppo_critic", "modal", ctx)
     assert all(run_id == "run-critic" for _, run_id, _ in ctx.client.asked)
     (kind, _, asked), *updates = ctx.client.asked
     assert (kind, asked["loss_function"], asked["loss_config"]) == ("forward", "ppo_critic", {})
@@ -217,9 +216,8 @@ def test_the_critic_is_asked_for_the_values_of_the_sample_and_learns_its_returns
         assert tensors["returns"] == pytest.approx([0.0, *(a + v for a, v in zip(gained, values, strict=True))])
 
 
-def test_the_critic_is_asked_once_for_all_groups_of_a_cycle_and_its_advantages_are_normalised_over_all(monkeypatch):
+def test_the_critic_is_asked_once_for_all_groups_of_a_cycle_and_its_advantages_are_normalised_over_all():
     module = importlib.import_module("algorithms.ppo_critic")
-    monkeypatch.setattr(module, "reward", lambda tokens: REWARDS[TOKENS.index(tokens)])
     ctx = context("modal")
     sequences = [{"tokens": tokens, "logprobs": sampled} for tokens, sampled in zip(TOKENS, LOGPROBS, strict=True)]
     samples = [{"sequences": sequences[:1]}, {"sequences": sequences[1:]}]
@@ -234,25 +232,24 @@ def test_the_critic_is_asked_once_for_all_groups_of_a_cycle_and_its_advantages_a
         assert datum["loss_inputs"]["advantages"]["values"] == pytest.approx([0.0, *per_token])
 
 
-def test_a_critic_without_outputs_is_said(monkeypatch):
+def test_a_critic_without_outputs_is_said():
     ctx = context("modal")
     ctx.client.run_operation = lambda run_id, kind, payload: {}
     with pytest.raises(ValueError, match="forward of the critic gave 0 outputs for 3 data"):
-        build("ppo_critic", "modal", monkeypatch, ctx=ctx)
+        build("ppo_critic", "modal", ctx)
 
 
 BATCH = [([1, 2], [[10, 11], [30]]), ([3], [[50], [50, 51]]), ([4, 5], [[10], [90, 1, 2]])]  # prompt, completions
 
 
-def build_batch(name, groups, monkeypatch):
+def build_batch(name, groups):
     """The payload and the context; the reward is the first token / 100, and each token has a KL of 0.5."""
     module = importlib.import_module(f"algorithms.{name}")
-    monkeypatch.setattr(module, "reward", lambda tokens: (tokens or [0])[0] / 100)
     samples = [
         {"sequences": [{"tokens": tokens, "logprobs": [-1.0] * len(tokens)} for tokens in completions]}
         for _, completions in groups
     ]
-    ctx = context("modal")
+    ctx = context("modal", lambda tokens: (tokens or [0])[0] / 100)
     ctx.client.sampler_operations = lambda run_id, sampler_id, kind, payloads: [
         {"logprobs": [None, *[-1.5] * (len(payload["input"]["token_ids"]) - 1)]} for payload in payloads
     ]
@@ -269,8 +266,8 @@ def sampled_advantages(payload):
     ]
 
 
-def test_reinforce_pp_normalises_reward_and_kl_over_all_completions_of_the_batch(monkeypatch):
-    payload, ctx = build_batch("reinforce_pp", BATCH, monkeypatch)
+def test_reinforce_pp_normalises_reward_and_kl_over_all_completions_of_the_batch():
+    payload, ctx = build_batch("reinforce_pp", BATCH)
     by_hand = [
         [0.1 - 0.01, 0.1 - 0.005], [0.3 - 0.005], [0.5 - 0.005], [0.5 - 0.01, 0.5 - 0.005],
         [0.1 - 0.005], [0.9 - 0.015, 0.9 - 0.01, 0.9 - 0.005],
@@ -280,15 +277,15 @@ def test_reinforce_pp_normalises_reward_and_kl_over_all_completions_of_the_batch
     assert ctx.metrics == {"reward": [0.1, 0.3, 0.5, 0.5, 0.1, 0.9]}
 
 
-def test_reinforce_pp_needs_no_groups_and_no_empty_completion_gives_it_a_signal(monkeypatch):
-    payload, _ = build_batch("reinforce_pp", [([1], [[10]]), ([2], [[30]])], monkeypatch)
+def test_reinforce_pp_needs_no_groups_and_no_empty_completion_gives_it_a_signal():
+    payload, _ = build_batch("reinforce_pp", [([1], [[10]]), ([2], [[30]])])
     assert sampled_advantages(payload) == [[pytest.approx(-1)], [pytest.approx(1)]]
     with pytest.raises(NoGradientSignal, match="every completion of the batch has the same reward"):
-        build_batch("reinforce_pp", [([1], [[10], []]), ([2], [[10, 11]])], monkeypatch)
+        build_batch("reinforce_pp", [([1], [[10], []]), ([2], [[10, 11]])])
 
 
-def test_reinforce_pp_baseline_centres_each_group_leaves_out_a_uniform_one_and_adds_the_kl_last(monkeypatch):
-    payload, ctx = build_batch("reinforce_pp_baseline", BATCH, monkeypatch)
+def test_reinforce_pp_baseline_centres_each_group_leaves_out_a_uniform_one_and_adds_the_kl_last():
+    payload, ctx = build_batch("reinforce_pp_baseline", BATCH)
     by_hand = standardised([[-0.1, -0.1], [0.1], [-0.4], [0.4, 0.4, 0.4]])
     for row, expected in zip(sampled_advantages(payload), by_hand, strict=True):
         assert row == pytest.approx([advantage - 0.01 * 0.5 for advantage in expected])
@@ -302,14 +299,13 @@ def test_dapo_can_take_up_to_1_from_the_reward_of_a_completion_that_is_nearly_to
     monkeypatch.setattr(module, "OVERLONG_TOKENS", 2)
     assert [module.overlong_penalty([1] * length, 3) for length in range(4)] == [0, 0, -0.5, -1]
     ctx = context("modal")
-    build("dapo", "modal", monkeypatch, ctx=ctx)
+    build("dapo", "modal", ctx)
     assert ctx.metrics["reward"] == [1.0 - 0.5, 0.0, 0.5 - 1.0]
 
 
-def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of_times(monkeypatch):
+def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of_times():
     module = importlib.import_module("algorithms.dapo")
-    monkeypatch.setattr(module, "reward", lambda tokens: 0.5)
-    ctx = context("modal")
+    ctx = context("modal", lambda tokens: 0.5)
     seeds = []
 
     def sample_again(run_id, sampler_id, kind, payload):
@@ -326,10 +322,9 @@ def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of
 
 
 @pytest.mark.parametrize("own_seed", [None, 0, 1, 5, 2**63 - 1])
-def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed, monkeypatch):
+def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed):
     module = importlib.import_module("algorithms.dapo")
-    monkeypatch.setattr(module, "reward", lambda tokens: float(tokens[0]))
-    ctx, asked = context("modal"), []
+    ctx, asked = context("modal", lambda tokens: float(tokens[0])), []
 
     def sample_again(run_id, sampler_id, kind, payload):
         asked.append((run_id, sampler_id, kind, payload["sampling_params"]["seed"]))
@@ -347,10 +342,9 @@ def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed, monke
     assert ctx.metrics == {"reward": [3.0, 4.0], "resamples": 1}
 
 
-def test_a_critic_that_tells_no_two_tokens_apart_gives_no_signal(monkeypatch):
+def test_a_critic_that_tells_no_two_tokens_apart_gives_no_signal():
     module = importlib.import_module("algorithms.ppo_critic")
-    monkeypatch.setattr(module, "reward", lambda tokens: 1.0)
-    ctx = context("modal")
+    ctx = context("modal", lambda tokens: 1.0)
     ctx.client.run_operation = lambda run, kind, payload: {"outputs": [{"values": [0.0, 0.5]}] * 2}
     sequences = [{"tokens": [3], "logprobs": [-1.0]}] * 2
     request = {"prompt": {"token_ids": PROMPT}, "num_samples": 2, "sampling_params": {"max_tokens": 1}}

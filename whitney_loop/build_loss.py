@@ -45,6 +45,10 @@ def _without_a_loop(name: str, **_: object) -> SecondRun:
     raise RuntimeError(f"the second run {name!r} needs a loop of whitney_loop.loop, which saves and ends it")
 
 
+def _no_reward(sequence: Mapping[str, Any], request: Mapping[str, Any], /) -> float:
+    raise RuntimeError("ctx.reward needs a loop of whitney_loop.loop, which has the function of --reward")
+
+
 @dataclass
 class LoopContext:
     """The live client with the ids of this cycle, and places where a build_loss may keep things.
@@ -70,6 +74,11 @@ class LoopContext:
     ``state_id`` ends it and opens it anew from that state. ``rank`` is the policy's unless given. The run ends with the
     training. With each saved state it is saved too, unless it is ``frozen``: a frozen run is never stepped. A resumed
     training opens it from its saved state, which the metrics file names; without that file ValueError is raised.
+    """
+    reward: Callable[[Mapping[str, Any], Mapping[str, Any]], float] = _no_reward
+    """``reward(sequence, request)``: the reward of a completion by ``--reward``; without it, its share of vowels.
+
+    It was started when the sample arrived. A completion that the build_loss sampled itself is scored at once.
     """
     resources: ExitStack = field(default_factory=ExitStack)
     """Closed by the loop: ``ctx.resources.enter_context(lora_run(…))`` opens a run that is cleaned up on every exit."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -117,3 +118,18 @@ def callable_of(module: ModuleType, name: str, option: str) -> Callable[..., Any
         raise ValueError(f"{option}: {name!r} of {module.__name__!r} is of type {kind}, not callable")
     function: Callable[..., Any] = found
     return function
+
+
+def require_parameters(function: Callable[..., Any], name: str, arguments: Sequence[str], option: str) -> None:
+    """Raise ValueError, naming ``option``, if the function cannot be called with these positional arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of something that is not written in Python: its first call will show
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        count = {1: "one argument", 2: "two arguments", 4: "four arguments"}[len(arguments)]
+        raise ValueError(
+            f"{option}: {name}{signature} cannot be called with {count}: ({', '.join(arguments)})"
+        ) from None

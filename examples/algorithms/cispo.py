@@ -9,7 +9,6 @@ Constants: the low side is open, as in the paper; the paper gives no number for 
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -24,7 +23,7 @@ CLIP_LOW, CLIP_HIGH = 0.0, 1.2  # probability ratios; 0 is open
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
+    rewards = [ctx.reward(sequence, request) for sequence in sample["sequences"]]
     ctx.metrics["reward"] = rewards
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):

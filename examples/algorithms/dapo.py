@@ -11,7 +11,6 @@ paper, and off here, since nearly all completions of the embedded model reach ``
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -45,15 +44,18 @@ def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx:
             seed = (params.get("seed", cycle) + resample * SEED_STRIDE) % SEEDS
             again = request | {"sampling_params": params | {"seed": seed}}
             sample = ctx.client.sampler_operation(ctx.run_id, ctx.sampler_id, "sample", again)
-        completions = [sequence["tokens"] for sequence in result_sequences(sample)]
-        rewards = [reward(tokens) + overlong_penalty(tokens, params["max_tokens"]) for tokens in completions]
+        sequences = result_sequences(sample)
+        rewards = [
+            ctx.reward(sequence, request) + overlong_penalty(sequence["tokens"], params["max_tokens"])
+            for sequence in sequences
+        ]
         advantages = group_mean_advantages(rewards, normalize_std=True)
         if not all_zero(advantages):
             break
     ctx.metrics |= {"reward": rewards, "resamples": resample}
     if all_zero(advantages):
         raise NoGradientSignal(f"every completion has reward {rewards[0]:g}")
-    tokens_of_group = max(sum(map(len, completions)), 1)
+    tokens_of_group = max(sum(len(sequence["tokens"]) for sequence in sequences), 1)
     scaled = [length_normalize(advantage, tokens_of_group) for advantage in advantages]
     return policy_payload(
         sample, request, scaled, LOSS_FUNCTION, provider=ctx.provider, clip_low=CLIP_LOW, clip_high=CLIP_HIGH

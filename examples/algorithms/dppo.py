@@ -9,7 +9,6 @@ Constants: the differences are those of SkyRL; verl has 0.15.
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -23,7 +22,7 @@ LOSS_CONFIG = {"delta_low": 0.2, "delta_high": 0.2}  # differences of probabilit
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
+    rewards = [ctx.reward(sequence, request) for sequence in sample["sequences"]]
     ctx.metrics["reward"] = rewards
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):

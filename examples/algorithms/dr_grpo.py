@@ -9,7 +9,6 @@ Constants: the clip range is that of PPO's paper (0.2 on both sides).
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -23,7 +22,7 @@ CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyo
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
+    rewards = [ctx.reward(sequence, request) for sequence in sample["sequences"]]
     ctx.metrics["reward"] = rewards
     advantages = group_mean_advantages(rewards)
     if all_zero(advantages):

@@ -11,7 +11,6 @@ Constants: beta is our choice for rewards between 0 and 1.
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -25,7 +24,7 @@ BETA = 0.5
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
+    rewards = [ctx.reward(sequence, request) for sequence in sample["sequences"]]
     ctx.metrics["reward"] = rewards
     advantages = soft_advantages(rewards, beta=BETA)
     if all_zero(advantages):

@@ -11,7 +11,6 @@ Constants: KL_COEF is the paper's; the clip range is that of PPO's paper (0.2 on
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -31,7 +30,7 @@ KL_COEF = 0.04
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
     sequences = sample["sequences"]
-    rewards = [reward(sequence["tokens"]) for sequence in sequences]
+    rewards = [ctx.reward(sequence, request) for sequence in sequences]
     ctx.metrics["reward"] = rewards
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):

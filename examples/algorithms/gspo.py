@@ -10,7 +10,6 @@ Constants: the clip range is the paper's.
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -26,7 +25,7 @@ CLIP_LOW, CLIP_HIGH = 1 - 3e-4, 1 + 4e-4  # ratios of sequences: means move far 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
     sequences = sample["sequences"]
-    rewards = [reward(sequence["tokens"]) for sequence in sequences]
+    rewards = [ctx.reward(sequence, request) for sequence in sequences]
     ctx.metrics["reward"] = rewards
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):

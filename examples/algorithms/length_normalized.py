@@ -9,7 +9,6 @@ its KL (``grpo_kl``). Constants: the clip range is that of PPO's paper (0.2 on b
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -25,7 +24,7 @@ CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyo
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
     sequences = sample["sequences"]
-    rewards = [reward(sequence["tokens"]) for sequence in sequences]
+    rewards = [ctx.reward(sequence, request) for sequence in sequences]
     ctx.metrics["reward"] = rewards
     advantages = group_mean_advantages(rewards, normalize_std=True)
     if all_zero(advantages):

@@ -13,7 +13,6 @@ VALUE_CLIP, CRITIC_UPDATES, learning rate and rank are our choice for the embedd
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -49,21 +48,23 @@ def build_batch_loss(
 ) -> dict[str, Any]:
     ctx.metrics["reward"], completions = [], []
     for sample, request in zip(samples, requests, strict=True):
-        ctx.metrics["reward"] += [reward(sequence["tokens"]) for sequence in sample["sequences"]]
-        kept = [sequence for sequence in sample["sequences"] if sequence["tokens"]]  # an empty one has no term
-        completions += [(request["prompt"]["token_ids"], sequence) for sequence in kept]
+        for sequence in sample["sequences"]:
+            scored = ctx.reward(sequence, request)
+            ctx.metrics["reward"].append(scored)
+            if sequence["tokens"]:  # an empty completion has no term
+                completions.append((request["prompt"]["token_ids"], sequence, scored))
     if not completions:
         raise NoGradientSignal("every completion is empty")
     critic = ctx.second_run("critic", rank=CRITIC_RANK).run_id
-    asked = forward_backward_payload([sft_datum(prompt, s["tokens"]) for prompt, s in completions], "ppo_critic")
+    asked = forward_backward_payload([sft_datum(prompt, s["tokens"]) for prompt, s, _ in completions], "ppo_critic")
     check_payload(asked, ctx.provider, kind="forward")
     outputs = ctx.client.run_operation(critic, "forward", asked).get("outputs") or []
     if len(outputs) != len(completions):
         raise ValueError(f"forward of the critic gave {len(outputs)} outputs for {len(completions)} data; expected all")
     critic_data, advantages = [], []
-    for (prompt, sequence), output in zip(completions, outputs, strict=True):
+    for (prompt, sequence, scored), output in zip(completions, outputs, strict=True):
         tokens, values = sequence["tokens"], completion_values(output, prompt)
-        token_rewards = [0.0] * (len(tokens) - 1) + [reward(tokens)]
+        token_rewards = [0.0] * (len(tokens) - 1) + [scored]
         gained, returns = generalized_advantages(token_rewards, values, gamma=GAMMA, gae_lambda=GAE_LAMBDA)
         advantages.append(gained)
         critic_data.append(critic_datum(prompt, tokens, values, returns))
@@ -80,7 +81,7 @@ def build_batch_loss(
         raise NoGradientSignal("every token has the same advantage")
     data = [
         rl_datum(prompt, sequence["tokens"], sequence["logprobs"], advantage)
-        for (prompt, sequence), advantage in zip(completions, normalized, strict=True)
+        for (prompt, sequence, _), advantage in zip(completions, normalized, strict=True)
     ]
     config = {"clip_low_threshold": CLIP_LOW, "clip_high_threshold": CLIP_HIGH}
     return forward_backward_payload(data, "ppo", config)

@@ -11,7 +11,6 @@ Constants: the clip range is that of PPO's paper (0.2 on both sides); KL_COEF is
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -42,7 +41,7 @@ def build_batch_loss(
     ctx.metrics["reward"], completions = [], []
     for sample, request in zip(samples, requests, strict=True):
         for sequence in sample["sequences"]:
-            scored = reward(sequence["tokens"])
+            scored = ctx.reward(sequence, request)
             ctx.metrics["reward"].append(scored)
             if sequence["tokens"]:  # an empty completion has no term
                 completions.append((request["prompt"]["token_ids"], sequence, scored))

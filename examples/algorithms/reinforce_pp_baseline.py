@@ -15,7 +15,6 @@ Constants: the clip range is that of PPO's paper (0.2 on both sides); KL_COEF an
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -50,7 +49,7 @@ def build_batch_loss(
 ) -> dict[str, Any]:
     ctx.metrics["reward"], completions, rows, uniform = [], [], [], 0
     for sample, request in zip(samples, requests, strict=True):
-        rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
+        rewards = [ctx.reward(sequence, request) for sequence in sample["sequences"]]
         ctx.metrics["reward"] += rewards
         centered = group_mean_advantages(rewards)
         if all_zero(centered):

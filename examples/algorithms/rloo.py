@@ -8,7 +8,6 @@ penalty in its reward (``kl_adjust_advantages`` adds one, as in ``grpo_kl``). No
 
 from typing import Any
 
-from grpo_build_loss import reward  # or a function of your own
 from whitney_loop import (
     LoopContext,
     NoGradientSignal,
@@ -21,7 +20,7 @@ LOSS_FUNCTION = "importance_sampling"
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    rewards = [reward(sequence["tokens"]) for sequence in sample["sequences"]]
+    rewards = [ctx.reward(sequence, request) for sequence in sample["sequences"]]
     ctx.metrics["reward"] = rewards
     advantages = leave_one_out_baseline(rewards)
     if all_zero(advantages):

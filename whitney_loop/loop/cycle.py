@@ -33,6 +33,7 @@ class Cycle:
         self._training = training
         self._number = number
         self._loss = loss
+        loss.rewards.begin(number)
         self._version: Any = None
         self._sampled: Metrics = {}
         self._built = Built(None)
@@ -45,15 +46,22 @@ class Cycle:
         self._training.ctx.sampler_id = result_sampler_id(saved)
         return self._training.ctx.sampler_id
 
+    def arrived(self, index: int, sample: Payload) -> None:
+        """Take the sample of one request, in their order: check it, and start its rewards."""
+        with named_in_errors([self.requests[index]]):
+            sequences = result_sequences(sample)  # raises if it cannot be trained on
+        if self._loss.has_reward:
+            self._loss.rewards.start(sequences, self.requests[index])
+
     def build_loss(self, samples: list[Payload]) -> Payload | None:
         """Call the user's function. Return what to train on, or None if no group has a gradient signal."""
-        for request, sample in zip(self.requests, samples, strict=True):
-            with named_in_errors([request]):
-                result_sequences(sample)  # raises if it cannot be trained on
         self._sampled = sample_metrics(samples)  # before build_loss, which may change what it is given
         self._times.append(time.monotonic())
+        self._loss.rewards.is_asked = False
         self._built = build(self._loss, samples, self._number, self.requests, self._training.ctx)
         self._times.append(time.monotonic())
+        if self._loss.has_reward and not self._loss.rewards.is_asked:
+            self._training.warnings.unused_reward()
         return self._built.payload
 
     def updated(self, parts: list[Payload], backward: list[Payload], step: Payload) -> None:

@@ -25,7 +25,8 @@ _ORDER = "the order of the data would not continue where it was"
 _STATE = "a state fits only what it was saved from"
 MUST_STAY = {"seed": _ORDER, "batch_size": _ORDER, "data_sha256": _ORDER, "lora_rank": _STATE, "model": _STATE}
 # Changes of these are printed.
-MAY_CHANGE = ("build_loss", "provider", "learning_rate", "updates", "max_datums", "teacher_state", "teacher_epochs")
+MAY_CHANGE = ("build_loss", "reward", "eval_json", "provider", "learning_rate", "updates", "max_datums",
+              "teacher_state", "teacher_epochs")  # fmt: skip
 
 
 @dataclass(frozen=True)

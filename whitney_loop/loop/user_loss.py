@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from whitney_loop.build_loss import LoopContext, NoGradientSignal
-from whitney_loop.callables import callable_of, load_module
+from whitney_loop.callables import callable_of, load_module, require_parameters
 from whitney_loop.loop.metrics import Payload
 from whitney_loop.loop.options import UsageError
 from whitney_loop.loop.report import CallableError
+from whitney_loop.loop.rewards import Rewards, load_rewards
 from whitney_loop.loop.signals import raise_if_signalled
 from whitney_loop.losses import require_advertised_loss
 from whitney_loop.payloads import check_payload
@@ -24,12 +24,14 @@ ZERO_GRADIENT_WITHOUT_ADVANTAGE = frozenset({"importance_sampling", "ppo", "cisp
 
 @dataclass(frozen=True)
 class UserLoss:
-    """What ``--build-loss`` names."""
+    """What ``--build-loss`` and ``--reward`` name."""
 
     build_loss: Callable[..., Any]
     build_batch_loss: Callable[..., Any] | None  # if the module has one, it is called instead
     loss_function: str | None  # the module's LOSS_FUNCTION
     operations: tuple[str, ...]  # the module's OPERATIONS, which it uses beside the loop's own
+    rewards: Rewards
+    has_reward: bool  # whether --reward is given; the default costs nothing until a build_loss asks for it
 
 
 @dataclass
@@ -42,8 +44,8 @@ class Built:
     uniform_groups: int | None = None  # groups that were left out; None if only build_batch_loss knows
 
 
-def load_user_loss(spec: str, provider: str) -> UserLoss:
-    """Load the callable that ``MODULE:CALLABLE`` names. Raise UsageError if it cannot be used with ``provider``.
+def load_user_loss(spec: str, provider: str, reward: str | None = None, reward_threads: int = 1) -> UserLoss:
+    """Load the callables that ``--build-loss`` and ``--reward`` name. Raise UsageError if one cannot be used.
 
     If its module has ``LOSS_FUNCTION``, the provider must have that loss; if it has ``OPERATIONS``, the service must
     offer them. Otherwise no session is created.
@@ -51,10 +53,10 @@ def load_user_loss(spec: str, provider: str) -> UserLoss:
     try:
         module, name = load_module(spec, "--build-loss")
         build_loss = callable_of(module, name, "--build-loss")
-        _require_parameters(build_loss, name, ("sample", "cycle", "request", "ctx"))
+        require_parameters(build_loss, name, ("sample", "cycle", "request", "ctx"), "--build-loss")
         batch = callable_of(module, BATCH_NAME, "--build-loss") if hasattr(module, BATCH_NAME) else None
         if batch is not None:
-            _require_parameters(batch, BATCH_NAME, ("samples", "cycle", "requests", "ctx"))
+            require_parameters(batch, BATCH_NAME, ("samples", "cycle", "requests", "ctx"), "--build-loss")
     except ValueError as error:
         raise UsageError(f"{error}") from None
     loss_function = getattr(module, "LOSS_FUNCTION", None)
@@ -66,21 +68,9 @@ def load_user_loss(spec: str, provider: str) -> UserLoss:
     operations = getattr(module, "OPERATIONS", ())
     if not isinstance(operations, (tuple, list)) or not all(isinstance(kind, str) for kind in operations):
         raise UsageError(f"--build-loss: {module.__name__}.OPERATIONS is {operations!r}, expected a tuple of names")
-    return UserLoss(build_loss, batch, loss_function, tuple(operations))
-
-
-def _require_parameters(function: Callable[..., Any], name: str, arguments: Sequence[str]) -> None:
-    """Raise ValueError if the function cannot be called with these positional arguments."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of something that is not written in Python: its first call will show
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        raise ValueError(
-            f"--build-loss: {name}{signature} cannot be called with four arguments: ({', '.join(arguments)})"
-        ) from None
+    return UserLoss(
+        build_loss, batch, loss_function, tuple(operations), load_rewards(reward, reward_threads), reward is not None
+    )
 
 
 def build(loss: UserLoss, samples: list[Payload], cycle: int, requests: Sequence[Payload], ctx: LoopContext) -> Built:
@@ -121,7 +111,7 @@ def _call(
     ctx.metrics = {}
     try:
         payload: Payload = function(sampled, cycle, copy.deepcopy(asked), ctx)
-    except (NoGradientSignal, KeyboardInterrupt):
+    except (NoGradientSignal, KeyboardInterrupt, CallableError):  # CallableError: of ctx.reward
         raise
     except BaseException as error:  # else a sys.exit() of the user's would end a failed loop with 0
         raise CallableError(f"{name} raised {type(error).__name__} {where}: {error}") from error

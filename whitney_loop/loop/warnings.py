@@ -81,6 +81,12 @@ class Warnings:
                 "resume an earlier state with a smaller learning rate, or sample more completions per prompt",
             )
 
+    def unused_reward(self) -> None:
+        self.once(
+            "reward",
+            "--reward has no effect on the training: build_loss never asks ctx.reward(sequence, request)",
+        )
+
     def lost_metrics(self, notes: Sequence[str]) -> None:
         """``notes`` name the entries of ``ctx.metrics`` that are not kept, and why."""
         if notes:
