@@ -36,7 +36,6 @@ from whitney_loop.loop import (
     read_requests,
     requests_of_cycle,
     run_training,
-    split_payload,
 )
 
 COMMAND = "python examples/rl_loop.py"
@@ -72,15 +71,10 @@ class Options(LoopOptions):
     cycles: int = option(
         2, "how many cycles to train, from the first or the resumed one", group="loss and data", at_least=1
     )
-    updates: int = option(1, "optimizer steps on the samples of each cycle", group="loss and data", at_least=1)
+    updates: int = option(1, "passes over the samples of each cycle", group="optimizer", at_least=1)
+    minibatches: int = option(1, "optimizer steps of a pass, on shuffled samples", group="optimizer", at_least=1)
     max_datums: int | None = option(
-        None,
-        "at most N data in one forward_backward, several before the one optim_step; default: all in one. On a "
-        "service that sums over tokens the gradient is the same within rounding; on one that averages, it is as many "
-        "times larger as there are parts",
-        group="loss and data",
-        metavar="N",
-        at_least=1,
+        None, "data in one forward_backward; default: all of an optimizer step", group="optimizer", at_least=1
     )
 
 
@@ -132,12 +126,11 @@ def train(training: Training, options: Options, loss: UserLoss, requests: Sequen
         payload = cycle.build_loss(samples)
 
         # Step: the gradient of the loss, then the optimizer.
-        parts = split_payload(payload, options.max_datums)
-        for _ in range(options.updates if parts else 0):
+        for parts in cycle.batches(payload, options.updates, options.minibatches, options.max_datums):
             backward = client.run_operations(run, "forward_backward", parts)
             training.require_finite(number, parts, backward)
             step = client.run_operation(run, "optim_step", {"optimizer": training.optimizer})
-            cycle.updated(parts, backward, step)
+            cycle.stepped(parts, backward, step)
 
         cycle.record()
         if training.saves_after(number):

@@ -173,10 +173,14 @@ class TinkerRun:
         if (sent := self._as_it_is(payload)) is None:
             logprobs = self._forward(payload)
             result, slopes = _evaluated(payload, logprobs)
-            sent = "importance_sampling", [
-                _values(datum, "target_tokens") | {"logprobs": p, "advantages": [-slope for slope in slopes_of_datum]}
-                for datum, p, slopes_of_datum in zip(payload["data"], logprobs, slopes, strict=True)
-            ]
+            sent = (
+                "importance_sampling",
+                [
+                    _values(datum, "target_tokens")
+                    | {"logprobs": p, "advantages": [-slope for slope in slopes_of_datum]}
+                    for datum, p, slopes_of_datum in zip(payload["data"], logprobs, slopes, strict=True)
+                ],
+            )
         loss_function, tensors_of_data = sent
         data = []
         for datum, tensors in zip(payload["data"], tensors_of_data, strict=True):

@@ -11,7 +11,8 @@ from gate import Gate
 from loop_runs import GRPO, training_on, write_requests
 from scripted_server import ScriptedServer, operation, reply, run
 from whitney_loop.local import serve
-from whitney_loop.loop import merged_results, split_payload
+from whitney_loop.loop import merged_results
+from whitney_loop.loop.cycle import split_payload
 
 PROMPTS = ["the ", "she ", "they ", "one ", "a ", "and ", "that ", "with "]
 
@@ -162,7 +163,7 @@ def weights_of(done):
 def test_parts_keep_the_order_of_the_data():
     payload = {"data": [1, 2, 3, 4, 5], "loss_function": "ppo"}
     assert [part["data"] for part in split_payload(payload, 2)] == [[1, 2], [3, 4], [5]]
-    assert split_payload(payload, None) == [payload] and split_payload(None, 2) == []
+    assert split_payload(payload, None) == [payload]
 
 
 def test_results_of_parts_are_merged():

@@ -189,3 +189,19 @@ def test_a_second_run_is_not_resumed_without_the_metrics_file_that_names_its_sta
     again = run_loop("rl_loop", *rl, "--resume-from", first.summary["state_id"], "--first-cycle", "2")
     assert again.returncode == 1
     assert "the second run 'reference' cannot be resumed: its state is in the metrics file" in again.stderr
+
+
+def test_a_run_with_every_option_on_resumes_exactly(train, run_loop, folder):
+    """It fails in cycle 5 and is resumed there; the schedule ends where it would have, and so do the goal's cycles."""
+    steps = ("--updates", "2", "--minibatches", "2", "--max-datums", "3", "--optimizer", "weight_decay=0.1")
+    schedule = ("--schedule", "cosine", "--warmup", "2", "--optimizer", "grad_clip_norm=1")
+    ends = ("--stop-at", "optim/grad_norm:1e9", "--token-budget", "999999", "--max-minutes", "999")
+    every = (*RL, *steps, *schedule, *ends)
+    whole = train("rl_loop", *every, "--seed", "1", "--cycles", "7", "--metrics", "whole.jsonl")
+    every = (*every, "--build-loss", "mine:fails", "--metrics", "m.jsonl")
+    assert run_loop("rl_loop", *every, "--seed", "1", "--cycles", "7").returncode == 1
+    (folder / "go on").touch()
+    resumed = train("rl_loop", *every, "--cycles", "2", "--resume-from", "last")
+    assert "with other options" not in resumed.stderr
+    assert resumed.adapter == whole.adapter
+    assert metrics_of(folder / "m.jsonl") == metrics_of(folder / "whole.jsonl")

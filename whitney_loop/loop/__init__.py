@@ -4,7 +4,7 @@
 ``run_training`` opens a run and closes it on every exit, and the loop's own ``train`` calls the client.
 """
 
-from whitney_loop.loop.cycle import Cycle, split_payload
+from whitney_loop.loop.cycle import Cycle
 from whitney_loop.loop.metrics import mean_loss, merged_results, trained_tokens
 from whitney_loop.loop.options import REQUIRED, LoopOptions, UsageError, option, parse_options
 from whitney_loop.loop.prompts import (
@@ -47,7 +47,6 @@ __all__ = [
     "requests_of_cycle",
     "run_training",
     "say",
-    "split_payload",
     "steps_in",
     "train_on_examples",
     "trained_tokens",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from whitney_loop.client import result_sampler_id, result_sequences
@@ -37,7 +38,10 @@ class Cycle:
         self._version: Any = None
         self._sampled: Metrics = {}
         self._built = Built(None)
-        self._trained: Metrics = {}
+        self._parts: list[Payload] = []  # of the last pass over the data, with their results
+        self._results: list[Payload] = []
+        self._steps = 0
+        self._grad_norm: Any = None  # of the last step
         self._times = [time.monotonic()]  # the start, then the end of: sampling, build_loss, training
 
     def snapshot(self, saved: Payload) -> str:
@@ -64,18 +68,32 @@ class Cycle:
             self._training.warnings.unused_reward()
         return self._built.payload
 
-    def updated(self, parts: list[Payload], backward: list[Payload], step: Payload) -> None:
-        """One update: the payload in parts, their ``forward_backward`` results, and the ``optim_step``'s.
+    def batches(
+        self, payload: Payload | None, updates: int, minibatches: int, max_datums: int | None
+    ) -> Iterator[list[Payload]]:
+        """The parts of each optimizer step: ``updates`` passes over the data, in ``minibatches`` steps each.
 
-        Of several updates the metrics of the last are kept: there the trainer is farthest from the sampler.
+        Without a payload there is no step. Of several passes the metrics of the last are kept: there the trainer is
+        farthest from the sampler.
         """
-        assert self._built.payload is not None
+        if payload is None:
+            return
+        for update in range(updates):
+            self._parts, self._results = [], []
+            for batch in minibatches_of(payload, minibatches, f"{self._training.seed}:{self._number}:{update}"):
+                yield split_payload(batch, max_datums)
+
+    def stepped(self, parts: list[Payload], backward: list[Payload], step: Payload) -> None:
+        """One optimizer step: its parts, their ``forward_backward`` results, and the ``optim_step``'s."""
         self._training.require_finite_step(self._number, step)
-        result = merged_results(parts, backward) | {"grad_norm": step.get("grad_norm")}
-        if not self._trained:
-            self._training.warnings.gap(largest_gap(self._built.payload, result), self._number)
-        self._trained = loss_metrics(self._built.payload, result)
-        self._training.summary.tokens_trained += trained_tokens(self._built.payload)
+        if self._steps == 0:  # its weights are the sampler's
+            gaps = [largest_gap(part, result) for part, result in zip(parts, backward, strict=True)]
+            self._training.warnings.gap(max((gap for gap in gaps if gap is not None), default=None), self._number)
+        self._parts += parts
+        self._results += backward
+        self._steps += 1
+        self._grad_norm = step.get("grad_norm")
+        self._training.summary.tokens_trained += sum(map(trained_tokens, parts))
 
     def record(self) -> None:
         """Warn, count, keep the metrics and print the line of progress."""
@@ -83,7 +101,7 @@ class Cycle:
         training, built = self._training, self._built
         skipped = {"skipped": built.skip_reason} if built.payload is None else {}
         head = {"cycle": self._number, "version": self._version}
-        own = self._trained | self._group_metrics() | self._sampled | self._seconds() | skipped
+        own = self._metrics_of_last_pass() | self._group_metrics() | self._sampled | self._seconds() | skipped
         taken = head.keys() | own.keys() | OWN_NAMES
         of_user, lost = user_metrics(built.metrics)
         users = {f"user/{name}" if name in taken else name: value for name, value in of_user.items()}
@@ -95,6 +113,14 @@ class Cycle:
         training.warnings.signal(bool(skipped), users.get("reward/mean", users.get("reward")))
         training.summary.tokens_sampled += self._sampled["completions/tokens"]
         training.record(head | users | own, self._line(head, users))
+
+    def _metrics_of_last_pass(self) -> Metrics:
+        if not self._parts:
+            return {}
+        result = merged_results(self._parts, self._results) | {"grad_norm": self._grad_norm}
+        rate = {"optim/learning_rate": self._training.optimizer["learning_rate"]}
+        data = [datum for part in self._parts for datum in part["data"]]
+        return loss_metrics(self._parts[0] | {"data": data}, result) | rate
 
     def _group_metrics(self) -> Metrics:
         uniform = self._built.uniform_groups
@@ -111,7 +137,8 @@ class Cycle:
 
     def _line(self, head: Metrics, users: Metrics) -> str:
         shown = {name: value for name, value in users.items() if not name.endswith("/std")}
-        loss = {"loss": self._trained.get("loss/sum"), "clip_frac": self._trained.get("clip_frac")}
+        trained = self._metrics_of_last_pass()
+        loss = {"loss": trained.get("loss/sum"), "clip_frac": trained.get("clip_frac")}
         skipped = f"skipped: {' '.join(self._built.skip_reason.split())}"
         result = formatted(loss) if self._built.payload is not None else skipped
         tokens, seconds = self._sampled["completions/tokens"], self._times[-1] - self._times[0]
@@ -120,10 +147,21 @@ class Cycle:
         )
 
 
-def split_payload(payload: Payload | None, max_datums: int | None) -> list[Payload]:
+def minibatches_of(payload: Payload, count: int, origin: str) -> list[Payload]:
+    """The data, shuffled by ``origin``, in ``count`` payloads of about the same size, or one per datum if that is less.
+
+    One payload is left as it is. Nothing is scaled: a divisor that build_loss has put into the advantages stays that of
+    the whole cycle.
+    """
+    data = payload["data"]
+    if count == 1:
+        return [payload]
+    shuffled = random.Random(origin).sample(data, len(data))
+    return [payload | {"data": shuffled[first::count]} for first in range(min(count, len(data)))]
+
+
+def split_payload(payload: Payload, max_datums: int | None) -> list[Payload]:
     """The payload in parts of at most ``max_datums`` data, in their order; with None all in one."""
-    if payload is None:
-        return []
     data = payload["data"]
     size = max_datums or len(data)
     return [payload | {"data": data[start : start + size]} for start in range(0, len(data), size)]

@@ -25,8 +25,8 @@ _ORDER = "the order of the data would not continue where it was"
 _STATE = "a state fits only what it was saved from"
 MUST_STAY = {"seed": _ORDER, "batch_size": _ORDER, "data_sha256": _ORDER, "lora_rank": _STATE, "model": _STATE}
 # Changes of these are printed.
-MAY_CHANGE = ("build_loss", "reward", "eval_json", "provider", "learning_rate", "updates", "max_datums",
-              "teacher_state", "teacher_epochs")  # fmt: skip
+MAY_CHANGE = ["build_loss", "reward", "eval_json", "provider", "learning_rate", "schedule", "warmup", "updates"]
+MAY_CHANGE += ["minibatches", "max_datums", "teacher_state", "teacher_epochs"]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,12 @@ class History:
         """The options that differ from those of the run until now; empty if none does."""
         before = self.configs[-1] if self.configs else {}
         changed = [name for name in MAY_CHANGE if name in before and before[name] != config.get(name)]
-        return ", ".join(f"{flag_of(name)} {before[name]} → {config.get(name)}" for name in changed)
+        told = [f"{flag_of(name)} {before[name]} → {config.get(name)}" for name in changed]
+        for name, value in before.get("optimizer", {}).items():
+            now = config["optimizer"].get(name)
+            if name != "learning_rate" and value != now:
+                told.append(f"--optimizer {name}={value} → {now}")
+        return ", ".join(told)
 
     def claim(self) -> None:
         """Create the file, if it is a new one. Raise UsageError if it cannot be written, or another loop writes it."""

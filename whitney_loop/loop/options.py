@@ -19,6 +19,7 @@ from whitney_loop.losses import LOSS_SUPPORT
 REQUIRED: Any = MISSING  # as the default of an option that must be given
 LONGEST_TIMEOUT_S = 1e9  # 30 years, which a socket can still take
 LEARNING_RATE = 1e-6  # of Whitney's own example; safe for a language model
+SCHEDULES = ("constant", "linear", "cosine")
 LAST = "last"  # as --resume-from: the newest state in the metrics file
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
@@ -48,11 +49,6 @@ class LoopOptions:
     provider: str = option("modal", "whose losses and rules apply", group="what to train", choices=sorted(LOSS_SUPPORT))
     model: str | None = option(None, "required unless the embedded service is used", group="what to train")
     lora_rank: int = option(32, "rank of the trained adapter", group="what to train", at_least=1)
-    learning_rate: float | None = option(
-        None,
-        f"of the optimizer, AdamW; default: the one that the engine suggests, if there is one, else {LEARNING_RATE:g}",
-        group="what to train",
-    )
     seed: int | None = option(None, "of adapter, sampling and data order; default: drawn", group="what to train")
 
     base_url: str | None = option(
@@ -75,6 +71,20 @@ class LoopOptions:
         (), "an argument of that callable; repeatable", group="where to train", metavar="NAME=VALUE"
     )
     timeout: float = option(3600.0, "seconds that one operation may take", group="where to train")
+
+    learning_rate: float | None = option(
+        None,
+        f"of the optimizer, AdamW; default: the one that the engine suggests, if there is one, else {LEARNING_RATE:g}",
+        group="optimizer",
+    )
+    optimizer: Sequence[str] = option(
+        (),
+        "grad_clip_norm, weight_decay, beta1, beta2 or eps of AdamW; repeatable",
+        group="optimizer",
+        metavar="NAME=VALUE",
+    )
+    schedule: str = option("constant", "of the learning rate", group="optimizer", choices=SCHEDULES)
+    warmup: int = option(0, "cycles in which the learning rate rises", group="optimizer", at_least=0)
 
     stop_at: Sequence[str] = option(
         (),

@@ -25,10 +25,10 @@ from whitney_loop.loop.options import LEARNING_RATE, LoopOptions, Options, Usage
 from whitney_loop.loop.place import Place, load_engine, open_place, require_within_limits
 from whitney_loop.loop.prompts import SEED_BITS
 from whitney_loop.loop.report import CallableError, Summary, log_on_stderr, print_summary, say, show_error
+from whitney_loop.loop.schedule import check_warmup, full_optimizer
 from whitney_loop.loop.signals import EndedBySignal, handle_signals, ignore_signals, restore_default_signals
 from whitney_loop.loop.training import Training
 from whitney_loop.loop.warnings import Warnings
-from whitney_loop.payloads import adamw_optimizer
 
 if TYPE_CHECKING:
     from whitney_loop.local import Backend
@@ -187,13 +187,10 @@ def _origin(backend: Backend | None) -> str:
 
 def _config(options: LoopOptions, work: Work) -> dict[str, Any]:
     """What the metrics file keeps of a start: the options, and the facts of the data set."""
-    assert options.learning_rate is not None  # they are settled
-    try:
-        optimizer = adamw_optimizer(options.learning_rate)
-    except ValueError as error:
-        raise UsageError(f"--learning-rate: {error}") from None
-    version = {"whitney_loop": whitney_loop.__version__}
-    return asdict(options) | {"optimizer": optimizer} | version | dict(work.data)
+    check_warmup(options, work.cycles.stop)
+    schedule = options.schedule + ("" if options.schedule == "constant" else f" to cycle {work.cycles.stop}")
+    derived = {"optimizer": full_optimizer(options), "schedule": schedule, "whitney_loop": whitney_loop.__version__}
+    return asdict(options) | derived | dict(work.data)
 
 
 def _start_notes(history: History, config: Mapping[str, Any]) -> list[str]:

@@ -45,7 +45,7 @@ class SecondRuns:
 
     def save(self, timeout_s: float | None = None) -> dict[str, str | None]:
         """Save each run that is not frozen; return the state of each by name, None for the base model."""
-        states = {}
+        states = dict(self._history.second_runs)  # one that was not asked for since the resumption keeps its state
         for name, (run, _) in self._open.items():
             if not run.frozen:
                 saved = self._ctx.client.run_operation(run.run_id, "save_state", {}, timeout_s=timeout_s)

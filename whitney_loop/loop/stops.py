@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,9 @@ class Stops:
     def take(self, record: Mapping[str, Any]) -> None:
         """Keep the metrics of a cycle that are compared with a value."""
         for metric, values in self._latest.items():
-            if is_number(record.get(metric)):
-                values.append(record[metric])
+            value: Any = record.get(metric)
+            if is_number(value) and math.isfinite(value):
+                values.append(value)
 
     def reached(self, tokens: int) -> str | None:
         """The option that ends the training now, as it was given; None if none does.

@@ -14,11 +14,11 @@ from whitney_loop.loop.history import History
 from whitney_loop.loop.metrics import Payload
 from whitney_loop.loop.options import LoopOptions
 from whitney_loop.loop.report import Summary, formatted, on_a_terminal, say
+from whitney_loop.loop.schedule import full_optimizer, scheduled_optimizer
 from whitney_loop.loop.second_runs import SecondRuns
 from whitney_loop.loop.signals import raise_if_signalled
 from whitney_loop.loop.stops import Stops
 from whitney_loop.loop.warnings import Warnings
-from whitney_loop.payloads import adamw_optimizer
 
 # For the state that is saved before an early end. A supervisor such as "docker stop" kills after 10 s, and cancelling
 # and closing come after it.
@@ -35,15 +35,14 @@ class Training:
         self.run_id = ctx.run_id
         self.ctx = ctx
         self.seed = options.seed or 0
-        assert options.learning_rate is not None  # they are settled
-        self.optimizer = adamw_optimizer(options.learning_rate)
+        self.optimizer = full_optimizer(options)  # of a second run; each cycle has its own
         self.end = cycles.stop
         self.summary = summary
         self.warnings = Warnings(summary.warnings)
         self._second_runs = SecondRuns(options, ctx, history)
         ctx.second_run = self._second_runs.open
+        self._options = options
         self._cycles = cycles
-        self._save_every = options.save_every
         self._history = history
         self._started = self._cycle_started = time.monotonic()
         self._stops = Stops(options, history.cycles)
@@ -59,6 +58,7 @@ class Training:
                 return
             raise_if_signalled()
             self._cycle_started = time.monotonic()
+            self.optimizer = scheduled_optimizer(self._options, cycle, self.end)
             yield cycle
 
     def record(self, entry: Mapping[str, Any], line: str) -> None:
@@ -117,14 +117,16 @@ class Training:
         """
         self.require_finite_step(shown["cycle"], step)
         seconds = time.monotonic() - self._cycle_started
-        rest = {"optim/grad_norm": step.get("grad_norm"), "tokens": tokens, "time/total": seconds}
+        optim = {"optim/grad_norm": step.get("grad_norm"), "optim/learning_rate": self.optimizer["learning_rate"]}
+        rest = {**optim, "tokens": tokens, "time/total": seconds}
         self.summary.tokens_trained += tokens
         self.record({**shown, **rest}, f"{formatted(shown)}  tokens {tokens}  {seconds:.2f} s")
 
     def saves_after(self, cycle: int) -> bool:
         """Whether ``--save-every`` asks for a state after this cycle; after the last one a state is saved anyway."""
-        due = bool(self._save_every) and (cycle + 1) % (self._save_every or 1) == 0
-        return due and cycle + 1 < self.end and not self.summary.ended_by
+        every = self._options.save_every
+        is_last = cycle + 1 == self.end or self.summary.ended_by
+        return every is not None and (cycle + 1) % every == 0 and not is_last
 
     def saved(self, result: Mapping[str, Any], *, next_cycle: int, timeout_s: float | None = None) -> None:
         """Keep the state that ``save_state`` gave, from which ``next_cycle`` can be trained; save second runs too."""
