@@ -19,6 +19,7 @@ from whitney_loop.loop.metrics import (
 )
 from whitney_loop.loop.prompts import Request, named_in_errors
 from whitney_loop.loop.report import formatted
+from whitney_loop.loop.samples import Completion, Texts, add_advantages, add_rewards, completions_of
 from whitney_loop.loop.training import Training
 from whitney_loop.loop.user_loss import Built, UserLoss, build
 
@@ -28,11 +29,15 @@ OWN_NAMES = frozenset({"skipped", "state_id", "next_cycle", "config"})  # of the
 class Cycle:
     """The cycle with this number; the steps of the loop's body report to it in their order."""
 
-    def __init__(self, training: Training, number: int, loss: UserLoss, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, training: Training, number: int, loss: UserLoss, requests: Sequence[Request], texts: Texts
+    ) -> None:
         self.requests = list(requests)
         self._training = training
         self._number = number
         self._loss = loss
+        self._texts = texts
+        self._completions: list[Completion] = []
         self._version: Any = None
         self._sampled: Metrics = {}
         self._built = Built(None)
@@ -51,6 +56,7 @@ class Cycle:
             with named_in_errors([request]):
                 result_sequences(sample)  # raises if it cannot be trained on
         self._sampled = sample_metrics(samples)  # before build_loss, which may change what it is given
+        self._completions = completions_of(self._number, self.requests, samples)
         self._times.append(time.monotonic())
         self._built = build(self._loss, samples, self._number, self.requests, self._training.ctx)
         self._times.append(time.monotonic())
@@ -70,7 +76,7 @@ class Cycle:
         self._training.summary.tokens_trained += trained_tokens(self._built.payload)
 
     def record(self) -> None:
-        """Warn, count, keep the metrics and print the line of progress."""
+        """Warn, count, keep samples and metrics, and print the line of progress."""
         self._times.append(time.monotonic())
         training, built = self._training, self._built
         skipped = {"skipped": built.skip_reason} if built.payload is None else {}
@@ -86,7 +92,11 @@ class Cycle:
         training.warnings.completions(self._sampled, self._number)
         training.warnings.signal(bool(skipped), users.get("reward/mean", users.get("reward")))
         training.summary.tokens_sampled += self._sampled["completions/tokens"]
+        add_rewards(self._completions, built.metrics)
+        add_advantages(self._completions, built.payload)
+        self._texts.keep(self._completions)
         training.record(head | users | own, self._line(head, users))
+        self._texts.show(self._completions)
 
     def _group_metrics(self) -> Metrics:
         uniform = self._built.uniform_groups

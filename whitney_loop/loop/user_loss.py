@@ -30,6 +30,7 @@ class UserLoss:
     build_batch_loss: Callable[..., Any] | None  # if the module has one, it is called instead
     loss_function: str | None  # the module's LOSS_FUNCTION
     operations: tuple[str, ...]  # the module's OPERATIONS, which it uses beside the loop's own
+    decode: Callable[..., Any] | None = None  # the module's: token ids to text
 
 
 @dataclass
@@ -66,7 +67,8 @@ def load_user_loss(spec: str, provider: str) -> UserLoss:
     operations = getattr(module, "OPERATIONS", ())
     if not isinstance(operations, (tuple, list)) or not all(isinstance(kind, str) for kind in operations):
         raise UsageError(f"--build-loss: {module.__name__}.OPERATIONS is {operations!r}, expected a tuple of names")
-    return UserLoss(build_loss, batch, loss_function, tuple(operations))
+    decode = getattr(module, "decode", None)
+    return UserLoss(build_loss, batch, loss_function, tuple(operations), decode if callable(decode) else None)
 
 
 def _require_parameters(function: Callable[..., Any], name: str, arguments: Sequence[str]) -> None:
