@@ -23,6 +23,7 @@ from whitney_loop.loop import (
     Cycle,
     LoopOptions,
     Request,
+    Texts,
     Training,
     UsageError,
     UserLoss,
@@ -77,6 +78,20 @@ class Options(LoopOptions):
         None, "data in one forward_backward; default: all of an optimizer step", group="optimizer", at_least=1
     )
 
+    show_every: int | None = option(
+        None,
+        "print the best, median and worst text of every N-th cycle too, not only of the first and the last",
+        group="texts",
+        metavar="N",
+        at_least=1,
+    )
+    samples: Path | None = option(
+        None, "write a line per completion, with its text and reward (see plot)", group="texts", metavar="FILE.jsonl"
+    )
+    samples_per_group: int | None = option(
+        None, "of each group only N: the best, the worst, the second best …", group="texts", metavar="N", at_least=1
+    )
+
 
 def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:
     description = f"{__doc__}\nAlgorithms, as algorithms.NAME:build_loss:\n{algorithms()}".replace(COMMAND, prog)
@@ -92,6 +107,8 @@ def prepare(options: Options, first_cycle: int) -> Work:
             f"--batch-size is {options.batch_size}, but the number of requests is {len(requests)} "
             "(num_samples of a request is how often its prompt is sampled)"
         )
+    if options.samples_per_group and not options.samples:
+        raise UsageError("--samples-per-group needs --samples FILE.jsonl")
     operations = ["save_weights_for_sampler", "sample", "forward_backward", "optim_step"]
     notes = notes_on_groups(requests)
     if loss.build_batch_loss:
@@ -111,16 +128,16 @@ def train(training: Training, options: Options, loss: UserLoss, requests: Sequen
     """The documented cycle, as often as asked; then a saved state and an exported adapter."""
     client, run = training.client, training.run_id
     training.ctx.reward = loss.rewards.of
+    texts = Texts(training, loss.decode, show_every=options.show_every, per_group=options.samples_per_group)
     for number in training.cycles():
-        cycle = Cycle(training, number, loss, requests_of_cycle(requests, options.batch_size, training.seed, number))
+        batch = requests_of_cycle(requests, options.batch_size, training.seed, number)
+        cycle = Cycle(training, number, loss, batch, texts)
 
         # Sample: freeze the weights, and let the service complete every prompt with them.
         saved = client.run_operation(run, "save_weights_for_sampler", {})
         sampler = cycle.snapshot(saved)
         with named_in_errors(cycle.requests):
-            samples = client.sampler_operations(run, sampler, "sample", cycle.requests)
-        for index, sample in enumerate(samples):
-            cycle.arrived(index, sample)
+            samples = client.sampler_operations(run, sampler, "sample", cycle.requests, on_result=cycle.arrived)
 
         # Score: your function turns the samples into what to train on, or None if they teach nothing.
         payload = cycle.build_loss(samples)

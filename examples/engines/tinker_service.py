@@ -320,7 +320,8 @@ class TinkerSampler:
 
 def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONObject, list[Sequence[float]]]:
     """The result of a forward, and d loss / d logprob of each datum."""
-    loss_function, loss, clipped, counted, slopes = payload["loss_function"], 0.0, 0, 0, []
+    loss_function, loss, clipped, counted = payload["loss_function"], 0.0, 0, 0
+    slopes: list[Sequence[float]] = []
     for index, (datum, p) in enumerate(zip(payload["data"], logprobs, strict=True)):
         outcome = evaluate(loss_function, p, _values(datum, *datum["loss_inputs"]), payload["loss_config"])
         loss += outcome.loss

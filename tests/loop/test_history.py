@@ -6,7 +6,7 @@ import re
 import pytest
 
 from loop_runs import GRPO, metrics_of, write_requests
-from whitney_loop.loop.history import read_lines
+from whitney_loop.loop.lines import read_lines
 
 PROMPTS = ["the ", "she ", "they ", "one ", "a ", "and ", "that "]
 COMMON = ("--sample-json", "prompts.jsonl", "--lora-rank", "1", "--batch-size", "3", "--learning-rate", "0.1")

@@ -8,7 +8,8 @@ import pytest
 
 from whitney_loop.local import serve
 from whitney_loop.loop.files import lock
-from whitney_loop.loop.history import History, read_lines
+from whitney_loop.loop.history import History
+from whitney_loop.loop.lines import LinesFile, read_lines
 
 GRPO = "grpo_build_loss:build_loss"
 
@@ -42,7 +43,7 @@ FULL = Path("/dev/full")
 @pytest.mark.skipif(not FULL.exists(), reason="the platform has no file that is always full")
 def test_a_full_disk_ends_the_run_with_the_name_of_the_file():
     with pytest.raises(ValueError, match="--metrics /dev/full cannot be written: No space left"):
-        with History(path=FULL) as history:
+        with History(metrics=LinesFile("--metrics", FULL)) as history:
             history.claim()
             history.write({"cycle": 0})
 
@@ -104,7 +105,7 @@ def test_a_file_is_read_while_its_last_line_is_still_being_written(tmp_path):
 def test_a_line_that_is_no_object_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"cycle": 0}\n[]\n{"cycle": 1}\n')
-    with pytest.raises(ValueError, match="m.jsonl:2 is not a line of a metrics file"):
+    with pytest.raises(ValueError, match="m.jsonl:2 is not one of the lines that a loop writes"):
         read_lines(path)
 
 
@@ -113,7 +114,8 @@ def test_a_resumed_file_goes_on_after_a_last_line_without_its_newline(tmp_path):
     path.write_text('{"config": {}}\n{"state_id": "s-1", "next_cycle": 1}')
     [_, state] = read_lines(path)
     assert state.end == path.stat().st_size
-    with path.open("r+b") as file, History(1, "s-1", path=path, kept_bytes=state.end, _file=file) as history:
+    metrics = LinesFile("--metrics", path, kept_bytes=state.end, file=path.open("r+b"))
+    with History(1, "s-1", metrics=metrics) as history:
         history.begin({"seed": 1})
     assert [line.entry for line in read_lines(path)] == [
         {"config": {}}, {"state_id": "s-1", "next_cycle": 1}, {"config": {"seed": 1}},

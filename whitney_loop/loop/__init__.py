@@ -18,6 +18,7 @@ from whitney_loop.loop.prompts import (
 )
 from whitney_loop.loop.report import formatted, say
 from whitney_loop.loop.running import Work, run_training
+from whitney_loop.loop.samples import Texts
 from whitney_loop.loop.supervised import batch_of_step, evaluation_payloads, read_examples, steps_in, train_on_examples
 from whitney_loop.loop.training import Training
 from whitney_loop.loop.user_loss import UserLoss, load_user_loss
@@ -27,6 +28,7 @@ __all__ = [
     "Cycle",
     "LoopOptions",
     "Request",
+    "Texts",
     "Training",
     "UsageError",
     "UserLoss",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from whitney_loop.client import result_sampler_id, result_sequences
+from whitney_loop.errors import UnexpectedResponse
 from whitney_loop.loop.metrics import (
     Metrics,
     Payload,
@@ -18,8 +19,9 @@ from whitney_loop.loop.metrics import (
     trained_tokens,
     user_metrics,
 )
-from whitney_loop.loop.prompts import Request, named_in_errors
+from whitney_loop.loop.prompts import Request
 from whitney_loop.loop.report import formatted
+from whitney_loop.loop.samples import Completion, Texts, add_advantages, add_rewards, completions_of
 from whitney_loop.loop.training import Training
 from whitney_loop.loop.user_loss import Built, UserLoss, build
 
@@ -29,12 +31,16 @@ OWN_NAMES = frozenset({"skipped", "state_id", "next_cycle", "config"})  # of the
 class Cycle:
     """The cycle with this number; the steps of the loop's body report to it in their order."""
 
-    def __init__(self, training: Training, number: int, loss: UserLoss, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, training: Training, number: int, loss: UserLoss, requests: Sequence[Request], texts: Texts
+    ) -> None:
         self.requests = list(requests)
         self._training = training
         self._number = number
         self._loss = loss
         loss.rewards.begin(number)
+        self._texts = texts
+        self._completions: list[Completion] = []
         self._version: Any = None
         self._sampled: Metrics = {}
         self._built = Built(None)
@@ -51,15 +57,19 @@ class Cycle:
         return self._training.ctx.sampler_id
 
     def arrived(self, index: int, sample: Payload) -> None:
-        """Take the sample of one request, in their order: check it, and start its rewards."""
-        with named_in_errors([self.requests[index]]):
+        """Take the sample of one request as soon as it has come: check it, and start its rewards."""
+        try:
             sequences = result_sequences(sample)  # raises if it cannot be trained on
+        except UnexpectedResponse as error:
+            error.index = index
+            raise
         if self._loss.has_reward:
             self._loss.rewards.start(sequences, self.requests[index])
 
     def build_loss(self, samples: list[Payload]) -> Payload | None:
         """Call the user's function. Return what to train on, or None if no group has a gradient signal."""
         self._sampled = sample_metrics(samples)  # before build_loss, which may change what it is given
+        self._completions = completions_of(self._number, self.requests, samples)
         self._times.append(time.monotonic())
         self._loss.rewards.is_asked = False
         self._built = build(self._loss, samples, self._number, self.requests, self._training.ctx)
@@ -96,7 +106,7 @@ class Cycle:
         self._training.summary.tokens_trained += sum(map(trained_tokens, parts))
 
     def record(self) -> None:
-        """Warn, count, keep the metrics and print the line of progress."""
+        """Warn, count, keep samples and metrics, and print the line of progress."""
         self._times.append(time.monotonic())
         training, built = self._training, self._built
         skipped = {"skipped": built.skip_reason} if built.payload is None else {}
@@ -112,7 +122,11 @@ class Cycle:
         training.warnings.completions(self._sampled, self._number)
         training.warnings.signal(bool(skipped), users.get("reward/mean", users.get("reward")))
         training.summary.tokens_sampled += self._sampled["completions/tokens"]
+        add_rewards(self._completions, built.metrics)
+        add_advantages(self._completions, built.payload)
+        self._texts.keep(self._completions)
         training.record(head | users | own, self._line(head, users))
+        self._texts.show(self._completions)
 
     def _metrics_of_last_pass(self) -> Metrics:
         if not self._parts:

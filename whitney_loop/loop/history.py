@@ -8,17 +8,14 @@ holds; what follows it in the file is not part of the state.
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
-import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from whitney_loop.errors import redacted
-from whitney_loop.loop.files import IN_USE, lock, read_text
+from whitney_loop.loop.lines import LinesFile, closed_on_error, opened, parsed_lines, require_writable, superseded_path
 from whitney_loop.loop.options import LAST, LoopOptions, UsageError, flag_of
 
 _ORDER = "the order of the data would not continue where it was"
@@ -29,64 +26,24 @@ MAY_CHANGE = ["build_loss", "reward", "eval_json", "provider", "learning_rate", 
 MAY_CHANGE += ["minibatches", "max_datums", "teacher_state", "teacher_epochs"]
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a metrics file; ``end`` is the offset in bytes of the next."""
-
-    entry: dict[str, Any]
-    end: int
-
-
-def read_lines(path: Path) -> list[Line]:
-    """The lines of a metrics file. A last line that was cut off, by a kill or a full disk, is left out.
-
-    Raise ValueError with the file, and the line number if another one is no JSON object.
-    """
-    return _parsed(path, read_text(path, errors="replace").encode())
-
-
-def _parsed(path: Path, content: bytes) -> list[Line]:
-    lines = []
-    end = 0
-    for number, raw in enumerate(content.split(b"\n"), start=1):
-        end += len(raw) + 1
-        try:
-            entry = json.loads(raw) if raw.strip() else None
-            if entry is not None and not isinstance(entry, dict):
-                raise ValueError("it is not an object")
-        except (ValueError, RecursionError) as error:
-            if end > len(content):  # no newline at its end
-                break
-            raise ValueError(f"{path}:{number} is not a line of a metrics file: {error}") from None
-        if entry is not None:
-            lines.append(Line(entry, min(end, len(content))))
-    return lines
-
-
 @dataclass
 class History:
-    """The run that the metrics file holds, read once, and the open file for the lines to come.
-
-    Without ``--metrics`` nothing is written.
-    """
+    """The run that the metrics file holds, read once, and the open files for the lines to come."""
 
     first_cycle: int = 0
     state_id: str | None = None  # to resume from; None: a new run
     second_runs: Mapping[str, str | None] = field(default_factory=dict)  # their states by name, at that state
     configs: tuple[dict[str, Any], ...] = ()  # of the run's beginning, and of each time that it was resumed
     cycles: tuple[dict[str, Any], ...] = ()  # the records of those that the state holds
-    path: Path | None = None
-    kept_bytes: int = 0  # of the file: up to the state's line
-    superseded: bytes = b""  # what follows: cycles that the state does not hold
-    _file: IO[bytes] | None = None  # open and locked
+    metrics: LinesFile = field(default_factory=lambda: LinesFile("--metrics"))
+    samples: LinesFile = field(default_factory=lambda: LinesFile("--samples"))  # cut back at the same cycle
 
     def __enter__(self) -> History:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # write has already reported what could not be written
-                self._file.close()
+        for file in (self.metrics, self.samples):
+            file.close()
 
     def require_same(self, config: Mapping[str, Any]) -> None:
         """Raise UsageError if ``config`` differs from the run's in something that must stay the same."""
@@ -96,7 +53,7 @@ class History:
                 what = "the data set is not the one" if name == "data_sha256" else (
                     f"{flag_of(name)} is {config.get(name)}, but {before[name]} in the run"
                 )  # fmt: skip
-                raise UsageError(f"{what} that {self.path} began with: {why}")
+                raise UsageError(f"{what} that {self.metrics.path} began with: {why}")
 
     def changes(self, config: Mapping[str, Any]) -> str:
         """The options that differ from those of the run until now; empty if none does."""
@@ -110,35 +67,19 @@ class History:
         return ", ".join(told)
 
     def claim(self) -> None:
-        """Create the file, if it is a new one. Raise UsageError if it cannot be written, or another loop writes it."""
-        if self.path is not None and self._file is None:
-            self._file = _created(self.path)
+        """Create the files, if they are new ones. Raise UsageError if one cannot be, or another loop writes it."""
+        for file in (self.metrics, self.samples):
+            file.claim()
 
     def begin(self, config: Mapping[str, Any]) -> None:
         """Write the first line; if a run is resumed, first move what its state does not hold to FILE.superseded."""
-        if self.path is None or self._file is None:
-            return
-        if self.superseded:
-            try:
-                with _superseded(self.path).open("ab") as beside:
-                    beside.write(self.superseded)
-            except OSError as error:
-                raise ValueError(f"{_superseded(self.path)} cannot be written: {error.strerror}") from None
-        self._file.truncate(self.kept_bytes)
-        self._file.seek(max(self.kept_bytes - 1, 0))
-        if self._file.read() not in (b"\n", b""):  # a file whose end was edited must not swallow the next line
-            self._file.write(b"\n")
+        for file in (self.metrics, self.samples):
+            file.cut_back()
         self.write({"config": config})
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Add one line. Raise ValueError if it cannot be written."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(redacted(json.dumps(_storable(entry))).encode() + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise ValueError(f"--metrics {self.path} cannot be written: {error.strerror}") from None
+        """Add one line to the metrics. Raise ValueError if it cannot be written."""
+        self.metrics.write(entry)
 
 
 def open_history(options: LoopOptions) -> History:
@@ -146,48 +87,61 @@ def open_history(options: LoopOptions) -> History:
 
     Creates nothing.
     """
-    path = options.metrics
-    if path and options.journal and path.absolute() == options.journal.absolute():
-        raise UsageError(f"--metrics and --journal are both {path}: give them different names")
-    if path:
-        _require_writable(path)
+    path, samples = options.metrics, getattr(options, "samples", None)  # not every loop samples
+    _require_different_names({"--metrics": path, "--journal": options.journal, "--samples": samples})
     if options.resume_from is None and options.first_cycle is not None:
         raise UsageError("--first-cycle belongs to --resume-from")
-    if path is None or not path.exists() or not path.stat().st_size:
-        return _without_lines(options)
-    file = None
-    try:
-        file = path.open("r+b")
-        if not lock(file):
-            raise UsageError(f"--metrics {path}: {IN_USE}")
-        return _continued(options, path, file)
-    except BaseException as error:
-        if file is not None:
-            file.close()
-        if isinstance(error, (OSError, ValueError)):
-            raise UsageError(f"--metrics {path}: {error}") from None
-        raise
-
-
-def _require_writable(path: Path) -> None:
-    """Raise UsageError if the metrics file, or another one beside it, cannot be written. Creates nothing."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        problem = f"there is no folder {path.parent}"
-    elif path.exists() and not path.is_file():
-        problem = "it is not a regular file"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        problem = "it cannot be written"
+    file = opened("--metrics", path) if path else None
+    if path is None or file is None:
+        history = _without_lines(options)
     else:
-        return
-    raise UsageError(f"--metrics {path}: {problem}")
+        with closed_on_error("--metrics", path, file):
+            history = _continued(options, path, file)
+    if samples:
+        try:
+            history.samples = _open_samples(samples, history)
+        except BaseException:
+            history.metrics.close()
+            raise
+    return history
+
+
+def _require_different_names(paths: Mapping[str, Path | None]) -> None:
+    options: dict[Path, str] = {}  # by path
+    for option, path in paths.items():
+        if path and options.setdefault(path.absolute(), option) != option:
+            other = options[path.absolute()]
+            raise UsageError(f"{other} and {option} are both {path}: give them different names")
+
+
+def _open_samples(path: Path, history: History) -> LinesFile:
+    """The file of samples, to be cut back to the cycles before the first one that will be trained."""
+    file = opened("--samples", path)
+    lines = LinesFile("--samples", path.absolute(), file=file)
+    if file is None:
+        return lines
+    if history.state_id is None:
+        file.close()
+        raise UsageError(f"--samples {path} exists: give another name, or remove it")
+    with closed_on_error("--samples", path, file):
+        for line in parsed_lines(path, file):
+            if type(line.entry.get("cycle")) is not int or "tokens" not in line.entry:
+                raise ValueError("it is not a file of samples")
+            if line.entry["cycle"] >= history.first_cycle:
+                break
+            lines.kept_bytes = line.end
+        file.seek(lines.kept_bytes)
+        lines.superseded = file.read()
+        if lines.superseded:
+            require_writable("--samples", superseded_path(path))
+    return lines
 
 
 def _without_lines(options: LoopOptions) -> History:
     """No file says which cycle comes next: a new run, or one that ``--first-cycle`` places."""
     path = options.metrics and options.metrics.absolute()  # the user's module may change the current folder
     if options.resume_from is None:
-        return History(path=path)
+        return History(metrics=LinesFile("--metrics", path))
     if options.first_cycle is None or options.resume_from == LAST:
         or_first = "" if options.resume_from == LAST else ", or --first-cycle N (0 for a training of its own)"
         raise UsageError(
@@ -196,7 +150,7 @@ def _without_lines(options: LoopOptions) -> History:
         )
     if options.first_cycle and options.seed is None:
         raise UsageError("--first-cycle: give the --seed of that run too; its data are ordered by it")
-    return History(options.first_cycle, options.resume_from, path=path)
+    return History(options.first_cycle, options.resume_from, metrics=LinesFile("--metrics", path))
 
 
 def _continued(options: LoopOptions, path: Path, file: IO[bytes]) -> History:
@@ -204,7 +158,7 @@ def _continued(options: LoopOptions, path: Path, file: IO[bytes]) -> History:
     content = file.read()
     if not json.detect_encoding(content).startswith("utf-8"):
         raise UsageError(f"--metrics {path} is not in UTF-8, in which the next lines are written: save it in UTF-8")
-    lines = _parsed(path, content)
+    lines = list(parsed_lines(path, io.BytesIO(content)))
     states = [line for line in lines if isinstance(line.entry.get("state_id"), str)]
     if options.resume_from is None:
         instead = f"--resume-from {LAST} to continue it" if states else "remove it: no state was saved in it"
@@ -226,7 +180,7 @@ def _continued(options: LoopOptions, path: Path, file: IO[bytes]) -> History:
         )
     rest = content[end:]
     if rest.strip():
-        _require_writable(_superseded(path))
+        require_writable("--metrics", superseded_path(path))
     configs = tuple(line.entry["config"] for line in lines if isinstance(line.entry.get("config"), dict))
     if not configs:
         raise UsageError(
@@ -239,36 +193,5 @@ def _continued(options: LoopOptions, path: Path, file: IO[bytes]) -> History:
         second_runs=state.get("second_runs", {}),
         configs=configs,
         cycles=tuple(line.entry for line in lines if "cycle" in line.entry and line.end <= end),
-        path=path.absolute(),
-        kept_bytes=end,
-        superseded=rest if rest.strip() else b"",
-        _file=file,
+        metrics=LinesFile("--metrics", path.absolute(), end, rest if rest.strip() else b"", file),
     )
-
-
-def _created(path: Path) -> IO[bytes]:
-    """The new metrics file, claimed. Raise UsageError if another loop has begun one of this name meanwhile."""
-    try:
-        file = path.open("a+b")  # it may exist without a line in it
-    except OSError as error:
-        raise UsageError(f"--metrics {path}: {error}") from None
-    if not lock(file) or path.stat().st_size:
-        file.close()
-        raise UsageError(f"--metrics {path}: {IN_USE}")
-    return file
-
-
-def _superseded(path: Path) -> Path:
-    """The file beside a metrics file that gets the cycles which a resumed state does not hold."""
-    return path.with_name(f"{path.name}.superseded")
-
-
-def _storable(value: Any) -> Any:
-    """What JSON can hold: null for a number that is not finite, text for an object that it does not know."""
-    if isinstance(value, Mapping):
-        return {str(name): _storable(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_storable(entry) for entry in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (str, int, bool)) else str(value)

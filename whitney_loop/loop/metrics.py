@@ -44,15 +44,15 @@ def user_metrics(groups: Sequence[object]) -> tuple[Metrics, list[str]]:
             continue
         for key, value in group.items():
             try:
-                name, plain = str(key)[:LONGEST_TEXT], _plain(value)
+                name, kept = str(key)[:LONGEST_TEXT], plain(value)
             except Exception as error:  # whatever the user's objects raise
                 notes.append(f"{key if isinstance(key, str) else type(key).__name__}: {type(error).__name__}")
                 continue
-            if isinstance(plain, str) and len(plain) > LONGEST_TEXT:
-                notes.append(f"{name}: all but the first {LONGEST_TEXT} of {len(plain)} characters")
-                plain = plain[:LONGEST_TEXT]
-            if plain is not None:
-                values.setdefault(name, []).append(plain)
+            if isinstance(kept, str) and len(kept) > LONGEST_TEXT:
+                notes.append(f"{name}: all but the first {LONGEST_TEXT} of {len(kept)} characters")
+                kept = kept[:LONGEST_TEXT]
+            if kept is not None:
+                values.setdefault(name, []).append(kept)
     merged: Metrics = {}
     for name, of_groups in values.items():
         merged |= _merged(name, of_groups)
@@ -182,7 +182,7 @@ def _returned(result: Mapping[str, Any]) -> Metrics:
     return metrics if isinstance(metrics, dict) else {}
 
 
-def _plain(value: Any) -> float | list[float] | str | None:
+def plain(value: Any) -> float | list[float] | str | None:
     """A number, a list of numbers, or the text of anything else; None for no value."""
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy or torch, a scalar or an array
     if value is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from whitney_loop.loop.history import read_lines
+from whitney_loop.loop.lines import read_lines
 
 Points = list[tuple[float, float]]  # (cycle, value)
 

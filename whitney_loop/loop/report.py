@@ -8,12 +8,15 @@ import logging
 import os
 import sys
 import traceback
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from whitney_loop.errors import WhitneyError, redacted
+
+USUAL_COLUMNS = 120
 
 
 class CallableError(Exception):
@@ -82,6 +85,27 @@ def _print(line: str, stream_name: str) -> str:
 def visible(text: str) -> str:
     """The text with an escape such as ``\\x1b`` for each character that a terminal would obey instead of showing."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def cut(text: str, columns: int) -> str:
+    """The text, made visible and cut to so many columns of a terminal, in which some characters are two wide."""
+    shown = visible(text[: columns + 1])
+    width = fits = 0
+    for index, char in enumerate(shown):
+        width += 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if width < columns:
+            fits = index + 1  # with one more for the "…"
+        if width > columns:
+            return f"{shown[:fits]}…"
+    return shown
+
+
+def terminal_columns() -> int:
+    """The width of the terminal that shows the lines of progress; that of a usual one if they go elsewhere."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or USUAL_COLUMNS
+    except (AttributeError, OSError, ValueError):  # it is closed, a file, or a stream of the user's own
+        return USUAL_COLUMNS
 
 
 def on_a_terminal() -> bool:

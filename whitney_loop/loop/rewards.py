@@ -31,7 +31,7 @@ class Rewards:
     def __init__(self, function: Callable[..., Any], decode: Callable[..., Any] | None, threads: int = 1) -> None:
         self.is_asked = False  # by a build_loss, which may also have a reward of its own
         self._function = function
-        self._decode = decode
+        self.decode = decode
         self._cycle = 0
         # By the id of the sequence: the sequence, kept so that its id is not used again, its request and its reward.
         self._started: dict[int, tuple[Mapping[str, Any], Mapping[str, Any], Future[float]]] = {}
@@ -72,7 +72,7 @@ class Rewards:
         """Call the user's function. Raise CallableError if it raises, or returns no finite number."""
         try:
             tokens = list(sequence["tokens"])
-            value = self._function(self._decode(tokens) if self._decode else tokens, request)
+            value = self._function(self.decode(tokens) if self.decode else tokens, request)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

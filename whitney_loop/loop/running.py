@@ -140,7 +140,7 @@ def _open_and_train(options: LoopOptions, work: Work, history: History, place: P
             where = {"where": summary.where, "base_url": summary.base_url, "session_id": session_id, "run_id": run_id}
             history.begin(_config(options, work) | where | {"first_cycle": work.cycles.start, "started": started})
             ctx = LoopContext(client, run_id, "", provider, session_id, model, resources=resources)
-            training, process = Training(options, ctx, work.cycles, history, summary), os.getpid()
+            training, process = Training(options, ctx, work.cycles, history, summary, place.decode), os.getpid()
             try:
                 work.train(training)
             except BaseException as error:
@@ -157,7 +157,7 @@ def _open_and_train(options: LoopOptions, work: Work, history: History, place: P
 
 def _with_absolute_paths(options: Options) -> Options:
     """The user's module may change the current folder."""
-    paths = {name: getattr(options, name) for name in ("metrics", "journal", "storage")}
+    paths = {name: getattr(options, name, None) for name in ("metrics", "samples", "journal", "storage")}
     return replace(options, **{name: path.absolute() for name, path in paths.items() if path})
 
 
@@ -199,8 +199,9 @@ def _start_notes(history: History, config: Mapping[str, Any]) -> list[str]:
         notes.append(f"resuming from {history.state_id} at cycle {history.first_cycle}")
     if changes := history.changes(config):
         notes.append(f"from here on with other options than before: {changes}")
-    if history.superseded:
-        notes.append(f"what {history.path} holds after that state is moved to {history.path}.superseded")
+    for file in (history.metrics, history.samples):
+        if file.superseded:
+            notes.append(f"what {file.path} holds after that state is moved to {file.path}.superseded")
     return notes
 
 

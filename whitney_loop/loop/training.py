@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from whitney_loop import wire
@@ -29,7 +29,13 @@ class Training:
     """What a loop's ``train`` gets: the client and the run to call, and the places to report to."""
 
     def __init__(
-        self, options: LoopOptions, ctx: LoopContext, cycles: range, history: History, summary: Summary
+        self,
+        options: LoopOptions,
+        ctx: LoopContext,
+        cycles: range,
+        history: History,
+        summary: Summary,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.client = ctx.client
         self.run_id = ctx.run_id
@@ -39,6 +45,8 @@ class Training:
         self.end = cycles.stop
         self.summary = summary
         self.warnings = Warnings(summary.warnings)
+        self.samples = history.samples  # the file of --samples
+        self.decode = decode  # of the engine
         self._second_runs = SecondRuns(options, ctx, history)
         ctx.second_run = self._second_runs.open
         self._options = options
@@ -121,6 +129,9 @@ class Training:
         rest = {**optim, "tokens": tokens, "time/total": seconds}
         self.summary.tokens_trained += tokens
         self.record({**shown, **rest}, f"{formatted(shown)}  tokens {tokens}  {seconds:.2f} s")
+
+    def is_first_or_last(self, cycle: int) -> bool:
+        return cycle in (self._cycles.start, self.end - 1) or bool(self.summary.ended_by)
 
     def saves_after(self, cycle: int) -> bool:
         """Whether ``--save-every`` asks for a state after this cycle; after the last one a state is saved anyway."""

@@ -32,6 +32,7 @@ class UserLoss:
     operations: tuple[str, ...]  # the module's OPERATIONS, which it uses beside the loop's own
     rewards: Rewards
     has_reward: bool  # whether --reward is given; the default costs nothing until a build_loss asks for it
+    decode: Callable[..., Any] | None = None  # token ids to text, of its module or of the reward's
 
 
 @dataclass
@@ -68,8 +69,16 @@ def load_user_loss(spec: str, provider: str, reward: str | None = None, reward_t
     operations = getattr(module, "OPERATIONS", ())
     if not isinstance(operations, (tuple, list)) or not all(isinstance(kind, str) for kind in operations):
         raise UsageError(f"--build-loss: {module.__name__}.OPERATIONS is {operations!r}, expected a tuple of names")
+    rewards = load_rewards(reward, reward_threads)
+    decode = getattr(module, "decode", rewards.decode)
     return UserLoss(
-        build_loss, batch, loss_function, tuple(operations), load_rewards(reward, reward_threads), reward is not None
+        build_loss,
+        batch,
+        loss_function,
+        tuple(operations),
+        rewards,
+        has_reward=reward is not None,
+        decode=decode if callable(decode) else None,
     )
 
 
