@@ -205,6 +205,14 @@ def _close_at_next(proxy, connection, request):
         proxy.ask(following)
 
 
+def _restart(proxy, connection, request):
+    """It is answered, and then every connection of the proxy is closed."""
+    connection.sendall(proxy.ask(request))
+    for each in list(proxy._open):
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
 def _late_duplicate(proxy, connection, request):
     """It arrives a second time when the next request has been sent."""
     proxy.hold(request)
@@ -228,5 +236,6 @@ FAULTS = {
     "half-closed": _half_close,
     "reset between requests": _reset_after_answer,
     "closed at the next request": _close_at_next,
+    "restart": _restart,
     "late duplicate": _late_duplicate,
 }

@@ -24,11 +24,15 @@ class Request:
 
 
 class ScriptedServer:
-    """``script``: for each connection, bytes to answer before closing it, or a callable that gets the connection."""
+    """``script``: for each request, bytes to answer before closing the connection, or a callable that gets it.
 
-    def __init__(self, *script):
-        self.script = list(script)
+    With ``keeps`` a connection stays open after bytes, and is closed after a callable.
+    """
+
+    def __init__(self, *script, keeps=False):
+        self.script, self.keeps = list(script), keeps
         self.requests: list[Request] = []
+        self.connections = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve)
@@ -39,6 +43,9 @@ class ScriptedServer:
 
     def __exit__(self, *_):
         self._listener.shutdown(socket.SHUT_RDWR)
+        for connection in self.connections if self.keeps else ():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)
         self._thread.join()
         self._listener.close()
 
@@ -48,17 +55,19 @@ class ScriptedServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
+            self.connections.append(connection)
             with connection:
                 connection.settimeout(CLIENT_GIVES_UP_S)
-                request = _read_request(connection)
-                if request is None:
-                    continue
-                self.requests.append(request)
-                action = self.script.pop(0) if self.script else refusal(400, "script_ended")
-                if callable(action):
-                    action(connection)
-                else:
-                    connection.sendall(action)
+                while request := _read_request(connection):
+                    self.requests.append(request)
+                    action = self.script.pop(0) if self.script else refusal(400, "script_ended")
+                    if callable(action):
+                        action(connection)
+                        break
+                    if not self.keeps:
+                        connection.sendall(action)
+                        break
+                    connection.sendall(action.replace(b"Connection: close\r\n", b"", 1))
 
 
 def _read_request(connection):

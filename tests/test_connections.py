@@ -1,13 +1,242 @@
-"""One connection: interim answers, slow answers, proxies, and what is known if there was none."""
+"""Connections: kept ones, interim answers, slow answers, proxies, and what is known if there was none."""
 
 import contextlib
+import os
+import signal
 import socket
+import threading
+import time
 
 import pytest
 
 from scripted_client import KEY, client_of, step
-from scripted_server import ScriptedServer, drip, operation, reply, run
-from whitney_loop import ConfigurationError, ServiceUnavailable, WhitneyClient
+from scripted_server import ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
+from tls import ConnectProxy, TLSServer, needs_openssl
+from whitney_loop import ConfigurationError, RequestRejected, ServiceUnavailable, WhitneyClient, connections, transport
+
+# Kept connections
+
+
+def kept_by(client):
+    return [sock for sock, _ in client._transport._connections._kept]
+
+
+def answered_and_closed(answer):
+    """Answer as if the connection were to be kept, and close it."""
+    return lambda connection: connection.sendall(answer.replace(b"Connection: close\r\n", b""))
+
+
+def until_it_is_closed_by_the_service(client):
+    gone = time.monotonic() + 10
+    while connections._is_quiet(*kept_by(client)):
+        assert time.monotonic() < gone
+
+
+@pytest.mark.parametrize(
+    "length", ["Content-Length: 2\r\n\r\n{}", "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"]
+)
+def test_one_connection_serves_one_request_after_the_other(length):
+    with ScriptedServer(*[f"HTTP/1.1 200 OK\r\n{length}".encode()] * 5, keeps=True) as server:
+        client = client_of(server)
+        for _ in range(5):
+            assert client.capabilities() == {}
+        client.close()
+    assert len(server.requests) == 5 and len(server.connections) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reply({}),  # with "Connection: close"
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        reply({}).replace(b"Connection: close", b"Keep-Alive: 5").replace(b"Content-Length", b"X-Length"),
+    ],
+)
+def test_a_connection_that_the_service_does_not_keep_is_not_kept(answer):
+    with ScriptedServer(answer) as server:
+        client = client_of(server)
+        client.capabilities()
+        assert kept_by(client) == []
+
+
+def test_a_connection_that_was_closed_meanwhile_is_not_used_and_nothing_is_sent_twice(pauses):
+    with ScriptedServer(answered_and_closed(run()), operation(), keeps=True) as server:
+        client = client_of(server)
+        client.run("run-1")
+        until_it_is_closed_by_the_service(client)
+        client._operations._transport.exchange("GET", "/x", budget_s=5)
+        client.close()
+    assert len(server.requests) == len(server.connections) == 2 and pauses == []
+
+
+@pytest.mark.parametrize("end", [drop, reset_after(b"")])
+def test_a_kept_connection_that_ends_without_an_answer_is_replaced_and_the_same_bytes_are_sent_at_once(end, pauses):
+    with ScriptedServer(run(), end, operation(), keeps=True) as server:
+        client = client_of(server)
+        assert step(client) == {"answer": 42}
+        client.close()
+    assert server.requests[1] == server.requests[2] and len(server.connections) == 2 and pauses == []
+
+
+def test_a_connection_is_replaced_once_an_exchange_and_then_it_is_trouble(pauses):
+    with ScriptedServer(run(), drop, drop, operation(), keeps=True) as server:
+        client = client_of(server)
+        assert step(client) == {"answer": 42}
+        client.close()
+    assert len(server.requests) == 4 and len(pauses) == 1
+
+
+def test_a_request_whose_kept_connection_ended_may_have_arrived():
+    with ScriptedServer(run(), drop, refusal(401, "unauthorized"), keeps=True) as server:
+        client = client_of(server)
+        with pytest.raises(RequestRejected) as caught:
+            client.run("run-1") and client.cancel("run-1")
+        client.close()
+    assert (caught.value.outcome, caught.value.attempts) == ("unknown", 2)
+
+
+def test_a_kept_connection_that_ends_after_a_byte_of_the_answer_is_trouble(pauses):
+    with ScriptedServer(run(), reset_after(b"H"), operation(), keeps=True) as server:
+        client = client_of(server)
+        assert step(client) == {"answer": 42}
+        client.close()
+    assert len(server.requests) == 3 and len(pauses) == 1
+
+
+def test_an_interrupted_exchange_does_not_keep_its_connection():
+    def interrupt(connection):
+        os.kill(os.getpid(), signal.SIGINT)
+        stall(connection)
+
+    with ScriptedServer(reply({}), interrupt, reply({"late": "no"}), keeps=True) as server:
+        client = client_of(server)
+        client.capabilities()
+        with pytest.raises(KeyboardInterrupt):
+            client.capabilities()
+        assert kept_by(client) == [] and client.capabilities() == {"late": "no"}
+        client.close()
+
+
+def test_a_forked_process_leaves_its_parent_s_connections_alone(monkeypatch):
+    with ScriptedServer(reply({}), reply({}), keeps=True) as server:
+        client = client_of(server)
+        client.capabilities()
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        client.capabilities()
+        client.close()
+    assert len(server.connections) == 2
+
+
+def test_a_connection_without_a_request_for_long_is_not_used(monkeypatch):
+    monkeypatch.setattr(connections, "_KEPT_S", 0)
+    with ScriptedServer(reply({}), reply({}), keeps=True) as server:
+        client = client_of(server)
+        client.capabilities()
+        client.capabilities()
+        client.close()
+    assert len(server.connections) == 2
+
+
+@pytest.mark.parametrize("ends", ["with", "close", "forgotten"])
+def test_a_client_that_ends_leaves_no_connection_open(ends):
+    ended = []
+    with ScriptedServer(reply({}), keeps=True) as server:
+        client = client_of(server)
+        with client if ends == "with" else contextlib.nullcontext():
+            client.capabilities()
+            [sock] = kept_by(client)
+            ended = sock.fileno()
+        if ends == "close":
+            client.close()
+        del client
+        assert ended != -1 and sock.fileno() == -1
+
+
+@needs_openssl
+def test_a_tunnel_through_a_proxy_is_kept(authority, monkeypatch):
+    certificate = authority.certificate("DNS:whitney.test")
+    with TLSServer(certificate, *[reply({})] * 3, host="whitney.test", keeps=True) as server:
+        with ConnectProxy(server.port) as proxy:
+            monkeypatch.setenv("https_proxy", proxy.base_url)
+            with WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file) as client:
+                for _ in range(3):
+                    assert client.capabilities() == {}
+    assert len(server.requests) == 3 and len(server.connections) == 1
+    assert b"".join(proxy.heard).count(b"CONNECT ") == 1
+
+
+# How a request is sent, and how an answer comes
+
+
+@contextlib.contextmanager
+def listening(serve_one):
+    """The base URL of a server that does this to its one connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(10)
+                serve_one(connection)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            thread.join()
+
+
+def test_head_and_body_of_a_small_request_leave_in_one_segment():
+    received = []
+
+    def serve_one(connection):
+        received.append(connection.recv(65536))
+        connection.sendall(reply({"session_id": "ses-1"}))
+
+    with listening(serve_one) as base_url:
+        WhitneyClient(base_url, KEY).create_session("modal")
+    assert received[0].endswith(b'\r\n\r\n{"provider":"modal"}')
+
+
+def test_a_body_that_leaves_steadily_takes_as_long_as_it_takes():
+    text = "x" * 8_000_000
+
+    def serve_one(connection):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        received = b""
+        while not received.endswith(b"}}"):
+            received += connection.recv(200_000)
+            threading.Event().wait(0.01)  # the pace: the whole takes more than the limit of a silence
+        connection.sendall(operation())
+        assert len(received) > 8_000_000
+
+    with listening(serve_one) as base_url:
+        client = WhitneyClient(base_url, KEY, exchange_timeout_s=0.3, submit_timeout_s=0.3)
+        answer = client._transport.exchange("POST", "/x", [b'{"payload":{"x":"', text.encode(), b'"}}'], budget_s=0.3)
+    assert answer["status"] == "succeeded"
+
+
+def test_an_answer_that_comes_steadily_takes_as_long_as_it_takes():
+    def steady(connection):
+        body = b'{"x": "' + b"y" * 40_000 + b'"}'
+        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+        for start in range(0, len(body), 1000):
+            connection.sendall(body[start : start + 1000])
+            threading.Event().wait(0.02)  # the pace
+
+    with ScriptedServer(steady) as server:
+        assert len(client_of(server, exchange_timeout_s=0.4).capabilities()["x"]) == 40_000
+
+
+@pytest.mark.parametrize("key", ["a\r\nX: y", "a\nb", "schlüssel", "a\0"])
+def test_a_header_that_cannot_be_sent_is_refused(key):
+    with ScriptedServer() as server, pytest.raises(ValueError, match="Idempotency-Key holds a line break or"):
+        client_of(server).create_session("modal", idempotency_key=key)
+    assert server.requests == []
+
+
+# Interim and slow answers
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -52,6 +281,17 @@ def test_a_proxy_of_the_environment_never_sees_what_goes_to_loopback(monkeypatch
         monkeypatch.setenv("http_proxy", proxy.base_url)
         client_of(server).capabilities()
     assert proxy.requests == []
+
+
+def test_a_service_that_was_never_reached_is_told_in_seconds_with_what_to_check(monkeypatch):
+    monkeypatch.setattr(transport, "_FIRST_CONTACT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(
+        ServiceUnavailable, match="ConnectionRefusedError.* Check the base URL's host and port"
+    ) as caught:
+        WhitneyClient(f"http://127.0.0.1:{port}", KEY).create_session("modal")
+    assert caught.value.outcome == "not_sent"
 
 
 def test_a_port_where_nothing_listens_is_reported_as_not_sent(pauses):

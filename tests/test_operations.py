@@ -224,17 +224,14 @@ def test_a_failed_operation_that_another_one_has_followed_is_not_repeated(monkey
     assert len(server.requests) == 3
 
 
-def test_sampler_operations_that_fail_are_repeated_after_later_ones_too(pauses):
-    script = [
-        busy(1, "sample"),
-        operation(seq_id=2, kind="sample"),
-        operation(seq_id=3, kind="sample", result={"n": 3}),
-    ]
+def test_sampler_operations_that_fail_are_repeated_before_or_after_later_ones(pauses):
+    script = [busy(1, "sample"), *[operation(seq_id=n, kind="sample", result={"seq_id": n}) for n in (2, 3)]]
     with ScriptedServer(run(), *script) as server:
-        assert client_of(server).sampler_operations("run-1", "smp-1", "sample", [{"n": 1}, {"n": 2}]) == [
-            {"n": 3}, {"answer": 42},
-        ]  # fmt: skip
-    assert [request.json["payload"] for request in server.requests[1:]] == [{"n": 1}, {"n": 2}, {"n": 1}]
+        results = client_of(server).sampler_operations("run-1", "smp-1", "sample", [{"n": 1}, {"n": 2}])
+    sent = [request.json for request in server.requests[1:]]
+    assert sorted(request["payload"]["n"] for request in sent) == [1, 1, 2]
+    last = {request["payload"]["n"]: request["seq_id"] for request in sent}
+    assert results == [{"seq_id": last[1]}, {"seq_id": last[2]}]
 
 
 def test_submitted_operations_and_the_plural_of_a_run_s_are_never_repeated(pauses):
@@ -326,6 +323,30 @@ def test_two_threads_that_wait_for_one_result_ask_for_it_once():
         answer.set()
         assert first.result() == second.result() == {"answer": 42}
     assert [request.method for request in server.requests] == ["GET", "POST", "GET"]
+
+
+STRAY = {
+    "404": refusal(404, "not_found"),
+    "a page": reply("<html>Welcome</html>"),
+    "a page that says 403": reply("<html>Prove that you are human</html>", 403),
+}
+
+
+@pytest.mark.parametrize("stray", STRAY.values(), ids=STRAY)
+def test_a_stray_answer_to_a_poll_does_not_lose_an_accepted_operation(stray, pauses):
+    with ScriptedServer(run(), operation("queued"), stray, operation("running"), stray, stray, operation()) as server:
+        assert step(client_of(server)) == {"answer": 42}
+    assert len(server.requests) == 7
+
+
+@pytest.mark.parametrize("stray", STRAY.values(), ids=STRAY)
+def test_an_answer_that_stays_stray_is_believed(stray, pauses):
+    with (
+        ScriptedServer(run(), operation("queued"), stray, stray, stray) as server,
+        pytest.raises(WhitneyError) as caught,
+    ):
+        step(client_of(server))
+    assert caught.value.outcome == "unknown" and len(server.requests) == 5
 
 
 def test_a_result_whose_poll_failed_can_be_asked_for_again():

@@ -52,8 +52,8 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="the 
 class TLSServer(ScriptedServer):
     """A scripted server behind TLS; ``host`` is the name that the client asks for."""
 
-    def __init__(self, certificate, *script, host="localhost"):
-        super().__init__(*script)
+    def __init__(self, certificate, *script, host="localhost", **options):
+        super().__init__(*script, **options)
         self.port = self.base_url.rpartition(":")[2]
         self.base_url = f"https://{host}:{self.port}"
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -22,7 +22,8 @@ from whitney_loop.errors import ConfigurationError
 
 LARGEST_BODY = 256 * 2**20  # bytes of an answer; logprobs of 1,000 completions of 10,000 tokens fit
 _PIECE = 64 * 2**10  # bytes that are sent or read at once
-_SLOWEST = 1_000  # bytes a second; an answer that comes more slowly counts as silent
+_SLOWEST = 20_000  # bytes a second; what flows more slowly counts as silence
+_STILL_TO_SEND = 4 * 2**20  # bytes of a body that the system may hold when it has taken them all from us
 _CONNECT_S = 10.0  # to connect, to be answered by a proxy, to shake hands: each
 _MOST_KEPT = 9  # eight threads that wait for results, and one that submits
 _KEPT_S = 25.0  # without a request; services and proxies close an idle connection after 30 s or more
@@ -102,11 +103,13 @@ class Connections:
     ) -> Answer:
         """Send one request and read its answer. ``body``: its parts, none for a request without a body.
 
-        ``timeout_s`` limits silence: the wait for the head of the answer, and each wait for the next bytes of a body.
+        ``timeout_s`` limits silence: the wait for the head of the answer once the body has left, and each wait for the
+        next bytes of a body. A transfer that flows may take as long as it needs.
         Raises NotConnected, KeptConnectionLost (never with ``new_connection``), AnswerTooLarge, HungUp, ValueError if a
         header cannot be sent, and OSError or HTTPException if the answer is lost.
         """
-        head = self._head(method, path, headers, sum(map(len, body)) if body else None)
+        size = sum(map(len, body))
+        head = self._head(method, path, {**headers, "Content-Length": str(size)} if body else headers)
         hang_up = hang_up or HangUp()
         kept = None if new_connection else self._take_kept()
         sock = kept or self._connected(timeout_s)
@@ -117,6 +120,7 @@ class Connections:
                 raise HungUp
             sock.settimeout(timeout_s)
             _send(sock, head, body)
+            response.reads.start(timeout_s + min(size, _STILL_TO_SEND) / _SLOWEST)
             answer, may_be_kept = response.read_answer(timeout_s)
         except BaseException as error:  # of an exchange that was interrupted, an answer may still be on its way
             sock.close()
@@ -176,10 +180,8 @@ class Connections:
         self.ever_connected = True
         return cast(socket.socket, connection.sock)
 
-    def _head(self, method: str, path: str, headers: dict[str, str], length: int | None) -> bytes:
+    def _head(self, method: str, path: str, headers: dict[str, str]) -> bytes:
         headers = {"Host": self._netloc, "Accept-Encoding": "identity", **headers}
-        if length is not None:
-            headers["Content-Length"] = str(length)
         for name, value in headers.items():
             if not re.fullmatch("[ -~]*", value):
                 raise ValueError(f"{name} holds a line break or a character outside ASCII")
@@ -256,7 +258,6 @@ class _Response(http.client.HTTPResponse):
     def read_answer(self, timeout_s: float) -> tuple[Answer, bool]:
         """Return the answer, and whether the connection may be kept. Parsing fails later if the body is truncated."""
         with self:
-            self.reads.start(timeout_s)
             self.begin()
             self.reads.start(timeout_s)
             chunks, size, is_whole = [], 0, False

@@ -12,6 +12,7 @@ from whitney_loop.connections import HangUp
 from whitney_loop.errors import OperationTimeout, WhitneyError, log
 from whitney_loop.operations import PATIENCE_S, PendingOperation
 
+THREAD_NAME = "whitney_loop.fetching"
 _MOST_THREADS = 8  # each holds a connection while it waits
 
 
@@ -71,7 +72,7 @@ class _Fetchers:
         self._accepted.put((self.submitted, operation))
         self.submitted += 1
         if self.submitted <= _MOST_THREADS:
-            threading.Thread(target=self._fetch, daemon=True).start()
+            threading.Thread(target=self._fetch, name=THREAD_NAME, daemon=True).start()
 
     def has_next(self) -> bool:
         return not self._arrived.empty()

@@ -7,6 +7,7 @@ import pytest
 from loop_runs import GRPO, training_on, write_requests
 from scripted_server import ScriptedServer, refusal, reply
 from whitney_loop import sample_request
+from whitney_loop.loop import place
 
 RL = ("rl_loop", "--dry-run", "--build-loss", GRPO, "--model", "byte-lm", "--sample-json", "one.jsonl")
 OFFER = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
@@ -92,3 +93,10 @@ def test_a_dry_run_looks_at_the_journal_and_leaves_it(run_loop, tmp_path):
     assert done.returncode == 0 and not (tmp_path / "other.json").exists()
     done = run_loop(*RL, "--journal", "nowhere/journal.json")
     assert done.returncode == 2 and "cannot be written" in done.stderr
+
+
+def test_a_dry_run_does_not_wait_long_for_a_service_that_cannot_serve_now(run_loop, monkeypatch):
+    monkeypatch.setattr(place, "_DRY_RUN_S", 0.1)
+    with ScriptedServer(*[refusal(503, "busy")] * 100) as server:
+        done = run_loop(*RL, **scripted(server))
+    assert done.returncode == 1 and "this is busy" in done.stderr

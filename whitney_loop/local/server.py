@@ -172,7 +172,7 @@ class Handler(BaseHTTPRequestHandler):
         request_id = f"req-{secrets.token_hex(8)}"
         if status >= 400:
             body["request_id"] = request_id
-        content = json.dumps(body, allow_nan=False).encode()
+        content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         self.close_connection = self.close_connection or self._body_is_unread
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from whitney_loop.client import WhitneyClient
 from whitney_loop.errors import ConfigurationError
@@ -13,6 +14,8 @@ from whitney_loop.local import Backend, load_backend, serve
 from whitney_loop.local.byte_lm import ByteLMBackend
 from whitney_loop.local.requests import ServiceError, run_request
 from whitney_loop.loop.options import LoopOptions, UsageError
+
+_DRY_RUN_S = 15.0  # for the one question that a dry run asks a service
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,15 @@ def open_place(options: LoopOptions, backend: Backend | None) -> Iterator[Place]
     Raise UsageError if it cannot be used.
     """
     if backend is None:
+        seconds: dict[str, Any] = {"submit_timeout_s": _DRY_RUN_S} if options.dry_run else {}
         try:
-            client = WhitneyClient(options.base_url, operation_timeout_s=options.timeout, ca_file=options.ca_file)
+            client = WhitneyClient(
+                options.base_url, operation_timeout_s=options.timeout, ca_file=options.ca_file, **seconds
+            )
         except ConfigurationError as error:
             raise UsageError(error.message) from None
-        yield Place(client, False, f"{client.base_url} (as {options.provider}): what runs there may be billed")
+        with client:
+            yield Place(client, False, f"{client.base_url} (as {options.provider}): what runs there may be billed")
         return
     with ExitStack() as stack:
         try:
@@ -91,6 +98,7 @@ def open_place(options: LoopOptions, backend: Backend | None) -> Iterator[Place]
         except OSError as error:
             raise UsageError(f"the embedded service cannot start: {error}") from None
         client = WhitneyClient(service.base_url, service.api_key, operation_timeout_s=options.timeout)
+        stack.enter_context(client)
         where = f"the embedded service at {client.base_url} (as {options.provider}): "
         where += "nothing is billed" if backend.stands_in else f"{backend.model} by {backend.name}"
         yield Place(client, True, where, backend.decode)
