@@ -310,6 +310,22 @@ def test_no_output_and_no_journal_of_the_loop_holds_a_key_that_the_service_echoe
     assert not parts_of_the_key_in(text)
 
 
+@pytest.mark.parametrize("key", ["33333333", "127.0.0.1", "base_url", "session_id", "optim_step", "never_saturates"])
+def test_a_key_that_is_a_number_or_a_word_breaks_neither_journal_nor_metrics_nor_summary(
+    loop, tmp_path, monkeypatch, key
+):
+    monkeypatch.setattr("secrets.token_urlsafe", lambda: key)
+    files = ("--metrics", "m.jsonl", "--journal", "journal.json")
+    with serve(tmp_path / "storage") as service:
+        _, first, err = loop(service, service.base_url, 1, *files)
+        more = ("--resume-from", first["state_id"])
+        code, summary, err = loop(service, service.base_url, 1, *files, *more)
+    assert code == 0 and summary["cycles_done"] == 1 and summary["operations"]["optim_step"] == 1, err
+    assert summary["base_url"] == service.base_url and summary["session_id"].startswith("ses-")
+    config, cycle, *_ = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert config["config"]["base_url"] == service.base_url and cycle["cycle"] == 0
+
+
 def test_the_close_command_shows_neither_the_key_nor_an_escape_that_a_service_lists_as_a_run(monkeypatch, capsys):
     ids = [f"run-{KEY}", "run-1\x1b[2J", "run-1\nclosed", "r" * 301, ""]
     listed = {"runs": [{"run_id": run_id, "status": "active"} for run_id in ids], "status": "open"}

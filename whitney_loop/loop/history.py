@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from whitney_loop.errors import redacted
+from whitney_loop.errors import redacted_json
 from whitney_loop.loop.files import IN_USE, lock, read_text
 from whitney_loop.loop.options import LAST, LoopOptions, UsageError, flag_of
 
@@ -135,7 +135,7 @@ class History:
         if self._file is None:
             return
         try:
-            self._file.write(redacted(json.dumps(_storable(entry))).encode() + b"\n")
+            self._file.write(json.dumps(redacted_json(_storable(entry))).encode() + b"\n")
             self._file.flush()
         except OSError as error:
             raise ValueError(f"--metrics {self.path} cannot be written: {error.strerror}") from None
