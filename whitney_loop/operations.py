@@ -159,6 +159,8 @@ class Operations:
             order.fetch_expiring_results(seq_id, timeout_s)
             head = as_json({wire.KIND: kind, wire.SEQ_ID: seq_id}, kind)[:-1] + f',"{wire.PAYLOAD}":'.encode()
             body = [head, serialised, b"}"]  # in parts: a payload may have 100 MB, and is not copied
+            if path == wire.path(wire.OPERATIONS, run_id=run_id):
+                order.newest = seq_id
             try:
                 budget_s = self._submit_timeout_s if timeout_s is None else timeout_s
                 answer = self._transport.exchange("POST", path, body, budget_s=budget_s, seq_id=seq_id)
@@ -177,8 +179,6 @@ class Operations:
                     error.outcome, order.broken = "rejected", None
                 raise
             order.recent.append(weakref.ref(pending))
-            if path == wire.path(wire.OPERATIONS, run_id=run_id):
-                order.newest = seq_id
             if repeat_after_s:
                 pending._repeat = functools.partial(self._repeat, order, payload, repeat_after_s)
         return pending
