@@ -22,8 +22,8 @@ from whitney_loop import (
     WhitneyClient,
     WhitneyError,
     connections,
-    operations,
     transport,
+    waiting,
 )
 from whitney_loop import (
     client as client_module,
@@ -272,7 +272,7 @@ def all_of(error):
 @pytest.mark.parametrize("call", CALLS)
 def test_no_error_and_no_log_line_holds_the_key_whatever_a_service_echoes(call, caplog, monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(operations, "PATIENCE_S", -1)  # what takes long is said at once
+    monkeypatch.setattr(waiting, "PATIENCE_S", -1)  # what takes long is said at once
     caplog.set_level(logging.DEBUG)
     raised = 0
     for position, echo in enumerate(echoes()):

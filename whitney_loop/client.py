@@ -26,9 +26,9 @@ from whitney_loop.operations import (
     as_json,
     failure,
     require_same,
-    wait_until,
 )
 from whitney_loop.transport import Transport
+from whitney_loop.waiting import wait_until
 from whitney_loop.wire import is_id as is_id
 
 _LONGEST_LISTING = 400  # characters; the names of the contract take half of it
