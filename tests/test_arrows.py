@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "waiting": {"errors", "wire"},
     "operations": {"waiting", "transport", "connections", "errors", "wire"},
     "fetching": {"operations", "waiting", "connections", "errors"},
+    "results": {"errors", "wire"},
     "client": {"fetching", "operations", "waiting", "transport", "connections", "errors", "wire"},
     "lifecycle": {"client", "errors", "wire"},
 }
