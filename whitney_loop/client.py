@@ -53,7 +53,8 @@ class WhitneyClient:
     authorities in ``ca_file`` (PEM) are trusted instead of the system's. Raises ConfigurationError if one of these
     cannot be used.
 
-    ``accepted`` counts the operations that the service took, by kind. ``closed_sessions`` holds the ids of the sessions
+    ``accepted`` counts the operations that the service took, by kind; ``undone`` those of them that are known to have
+    ended without effect. ``closed_sessions`` holds the ids of the sessions
     that this client has closed.
     """
 
@@ -81,6 +82,7 @@ class WhitneyClient:
             self._transport, submit_timeout_s=self.submit_timeout_s, operation_timeout_s=self.operation_timeout_s
         )
         self.accepted: Counter[str] = self._operations.accepted
+        self.undone: Counter[str] = self._operations.undone
         self.closed_sessions: set[str] = set()
 
     def __repr__(self) -> str:

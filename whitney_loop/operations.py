@@ -54,6 +54,7 @@ class PendingOperation:
         default=None, repr=False
     )
     _hang_up: HangUp | None = field(default=None, repr=False)  # of the operations that are awaited together
+    _is_fetched: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def result(self, timeout_s: float | None = None) -> dict[str, Any]:
@@ -77,7 +78,9 @@ class PendingOperation:
 
     def _fetch(self, timeout_s: float | None) -> None:
         with self._lock:  # one thread polls: by the second answer the service may have forgotten the result
-            self._operation = self._wait(self, self._operation, timeout_s)
+            if not self._is_fetched:
+                self._operation = self._wait(self, self._operation, timeout_s)
+                self._is_fetched = True
 
 
 @dataclass
@@ -106,15 +109,20 @@ class _Order:
 
 
 class Operations:
-    """The operations of all runs of one client. ``accepted`` counts those that the service took, by kind."""
+    """The operations of all runs of one client.
+
+    ``accepted`` counts those that the service took, by kind; ``undone`` those of them that are known to have failed,
+    or to have been cancelled, without effect.
+    """
 
     def __init__(self, transport: Transport, *, submit_timeout_s: float, operation_timeout_s: float) -> None:
         self._transport = transport
         self._submit_timeout_s = submit_timeout_s
         self._operation_timeout_s = operation_timeout_s
         self.accepted: Counter[str] = Counter()
+        self.undone: Counter[str] = Counter()
         self._orders: dict[str, _Order] = {}
-        self._lock = threading.Lock()  # guards accepted and _orders
+        self._lock = threading.Lock()  # guards the counters and _orders
 
     def submit(
         self,
@@ -297,7 +305,11 @@ class Operations:
         facts = _facts(pending)
         timeout_s = self._operation_timeout_s if timeout_s is None else timeout_s
         says = pending._hang_up is None  # of those that are awaited together, whoever waits for them all says it
-        return wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=timeout_s, says=says, **facts)
+        ended = wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=timeout_s, says=says, **facts)
+        if ended[wire.STATUS] != wire.SUCCEEDED:
+            with self._lock:
+                self.undone[pending.kind] += 1
+        return ended
 
 
 def as_json(value: object, name: str) -> bytes:
