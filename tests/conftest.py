@@ -44,4 +44,4 @@ def no_whitney_environment() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def keys_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget a test's keys after it: every embedded service has its own, and every answer is searched for all."""
-    monkeypatch.setattr(errors, "_secrets", list(errors._secrets))
+    monkeypatch.setattr(errors, "_secrets", dict(errors._secrets))

@@ -26,12 +26,14 @@ MAY_IMPORT = {
     # the client's side
     "connections": {"errors"},
     "transport": {"connections", "errors", "version", "wire"},
-    "operations": {"transport", "connections", "errors", "wire"},
-    "fetching": {"operations", "connections", "errors"},
-    "client": {"fetching", "operations", "transport", "connections", "errors", "wire"},
+    "waiting": {"errors", "wire"},
+    "operations": {"waiting", "transport", "connections", "errors", "wire"},
+    "fetching": {"operations", "waiting", "connections", "errors"},
+    "results": {"errors", "wire"},
+    "client": {"fetching", "operations", "waiting", "transport", "connections", "errors", "wire"},
     "lifecycle": {"client", "errors", "wire"},
 }
-CLIENT_SIDE = {"connections", "transport", "operations", "fetching", "client", "lifecycle"}
+CLIENT_SIDE = {"connections", "transport", "waiting", "operations", "fetching", "client", "lifecycle"}
 WHOLE_PACKAGE = "__init__"  # "import whitney_loop" imports the client's side
 
 

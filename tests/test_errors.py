@@ -1,8 +1,11 @@
 """Errors can be kept and sent on, and nothing that a user can see holds the key."""
 
+import html
 import json
 import pickle
+import re
 import traceback
+import urllib.parse
 
 import pytest
 
@@ -56,16 +59,54 @@ def test_errors_can_be_pickled():
     assert type(copied) is RequestRejected and copied.__dict__ == caught.value.__dict__
 
 
-def test_strings_of_an_answer_are_redacted_and_numbers_are_not(monkeypatch):
-    monkeypatch.setattr(errors, "_secrets", ["33333333"])
+def test_strings_of_an_answer_are_redacted_and_numbers_ids_urls_and_names_of_fields_are_not():
+    for key in ("33333333", "localhost"):
+        errors.keep_out_of_errors(key)
     answer = {
-        "note": "a 33333333 b",
-        "third": 0.33333333333,
-        "list": [33333333, "33333333", None, True, {"33333333": 1}],
-    }
-    assert errors.redacted_json(answer) == {
-        "note": "a [key] b", "third": 0.33333333333, "list": [33333333, "[key]", None, True, {"[key]": 1}],
+        "note": "a 33333333 b", "third": 1 / 3, "list": [33333333, "33333333", None, True, {"33333333": 1}],
+        "run_id": "run-33333333", "uri": "file://localhost/a", "base_url": "http://localhost:1",
     }  # fmt: skip
+    redacted = {"note": "a [key] b", "list": [33333333, "[key]", None, True, {"33333333": 1}]}
+    assert errors.redacted_json(answer) == answer | redacted
+
+
+def test_a_key_that_is_no_word_is_redacted_in_ids_urls_and_names_of_fields_too():
+    errors.keep_out_of_errors(KEY)
+    answer = {KEY: 1, "run_id": f"run-{KEY}", "uri": f"http://{KEY}"}
+    assert errors.redacted_json(answer) == {"[key]": 1, "run_id": "run-[key]", "uri": "http://[key]"}
+
+
+ODD_KEY = "a/b+c=d&e\"f'g<h>i%j\\k"
+ECHOES = {
+    "as it is": ODD_KEY,
+    "repr": repr(ODD_KEY)[1:-1],
+    "HTML": html.escape(ODD_KEY),
+    "HTML without quotes": html.escape(ODD_KEY, quote=False),
+    "HTML by numbers": "".join(f"&#{ord(character)};" for character in ODD_KEY),
+    "HTML by hexadecimal numbers": "".join(f"&#x{ord(character):X};" for character in ODD_KEY),
+    "JSON": json.dumps(ODD_KEY)[1:-1],
+    "JSON with escaped slashes": json.dumps(ODD_KEY)[1:-1].replace("/", "\\/"),
+    "JSON by numbers": "".join(f"\\u{ord(character):04x}" for character in ODD_KEY),
+    "JSON within JSON": json.dumps(json.dumps(ODD_KEY))[1:-1],
+    "a path": urllib.parse.quote(ODD_KEY, safe=""),
+    "a path with slashes": urllib.parse.quote(ODD_KEY),
+    "a path in lower case": re.sub("%..", lambda found: found[0].lower(), urllib.parse.quote(ODD_KEY, safe="")),
+}
+
+
+@pytest.mark.parametrize("form", ECHOES)
+def test_a_key_is_recognised_however_an_echo_escapes_it_and_if_its_end_is_cut_off(form):
+    errors.keep_out_of_errors(ODD_KEY)
+    echo = ECHOES[form]
+    assert errors.redacted(f"<p>{echo}</p>").replace('\\"', "") == "<p>[key]</p>"
+    for length in range(len(echo)):
+        shown = errors.redacted(f"<p>{echo[:length]}").removesuffix("[key]")
+        assert len(shown) < len("<p>") + 8 * 7  # seven characters of the key, each in as many as eight
+
+
+def test_a_text_that_only_begins_like_a_key_is_not_changed():
+    errors.keep_out_of_errors("localhost1234")
+    assert errors.redacted("http://localhost:80/") == "http://localhost:80/"
 
 
 def test_no_answer_that_the_client_returns_holds_the_key():

@@ -22,8 +22,8 @@ from whitney_loop import (
     WhitneyClient,
     WhitneyError,
     connections,
-    operations,
     transport,
+    waiting,
 )
 from whitney_loop import (
     client as client_module,
@@ -272,7 +272,7 @@ def all_of(error):
 @pytest.mark.parametrize("call", CALLS)
 def test_no_error_and_no_log_line_holds_the_key_whatever_a_service_echoes(call, caplog, monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(operations, "PATIENCE_S", -1)  # what takes long is said at once
+    monkeypatch.setattr(waiting, "PATIENCE_S", -1)  # what takes long is said at once
     caplog.set_level(logging.DEBUG)
     raised = 0
     for position, echo in enumerate(echoes()):
@@ -308,6 +308,22 @@ def test_no_output_and_no_journal_of_the_loop_holds_a_key_that_the_service_echoe
     assert "may still be open: run run-[key]" in err
     text = err + json.dumps(summary) + (tmp_path / "journal.json").read_text()
     assert not parts_of_the_key_in(text)
+
+
+@pytest.mark.parametrize("key", ["33333333", "127.0.0.1", "base_url", "session_id", "optim_step", "never_saturates"])
+def test_a_key_that_is_a_number_or_a_word_breaks_neither_journal_nor_metrics_nor_summary(
+    loop, tmp_path, monkeypatch, key
+):
+    monkeypatch.setattr("secrets.token_urlsafe", lambda: key)
+    files = ("--metrics", "m.jsonl", "--journal", "journal.json")
+    with serve(tmp_path / "storage") as service:
+        _, first, err = loop(service, service.base_url, 1, *files)
+        more = ("--resume-from", first["state_id"])
+        code, summary, err = loop(service, service.base_url, 1, *files, *more)
+    assert code == 0 and summary["cycles_done"] == 1 and summary["operations"]["optim_step"] == 1, err
+    assert summary["base_url"] == service.base_url and summary["session_id"].startswith("ses-")
+    config, cycle, *_ = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert config["config"]["base_url"] == service.base_url and cycle["cycle"] == 0
 
 
 def test_the_close_command_shows_neither_the_key_nor_an_escape_that_a_service_lists_as_a_run(monkeypatch, capsys):

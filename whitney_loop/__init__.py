@@ -22,7 +22,7 @@ from whitney_loop.build_loss import (
     clip_arguments,
     policy_payload,
 )
-from whitney_loop.client import WhitneyClient, result_sampler_id, result_sequences
+from whitney_loop.client import WhitneyClient
 from whitney_loop.datums import (
     Datum,
     Tensor,
@@ -59,6 +59,7 @@ from whitney_loop.payloads import (
     logprobs_request,
     sample_request,
 )
+from whitney_loop.results import result_sampler_id, result_sequences
 from whitney_loop.version import __version__ as __version__
 
 __all__ = [

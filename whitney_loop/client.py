@@ -7,7 +7,6 @@ project's reading. It stands in ``wire.py``: if your deployment differs, edit it
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import uuid
@@ -26,9 +25,9 @@ from whitney_loop.operations import (
     as_json,
     failure,
     require_same,
-    wait_until,
 )
 from whitney_loop.transport import Transport
+from whitney_loop.waiting import wait_until
 from whitney_loop.wire import is_id as is_id
 
 _LONGEST_LISTING = 400  # characters; the names of the contract take half of it
@@ -54,7 +53,8 @@ class WhitneyClient:
     authorities in ``ca_file`` (PEM) are trusted instead of the system's. Raises ConfigurationError if one of these
     cannot be used.
 
-    ``accepted`` counts the operations that the service took, by kind. ``closed_sessions`` holds the ids of the sessions
+    ``accepted`` counts the operations that the service took, by kind; ``undone`` those of them that are known to have
+    ended without effect. ``closed_sessions`` holds the ids of the sessions
     that this client has closed.
     """
 
@@ -82,6 +82,7 @@ class WhitneyClient:
             self._transport, submit_timeout_s=self.submit_timeout_s, operation_timeout_s=self.operation_timeout_s
         )
         self.accepted: Counter[str] = self._operations.accepted
+        self.undone: Counter[str] = self._operations.undone
         self.closed_sessions: set[str] = set()
 
     def __repr__(self) -> str:
@@ -369,56 +370,10 @@ class WhitneyClient:
         return answer
 
 
-def result_sampler_id(result: Mapping[str, Any]) -> str:
-    """Return the ``sampler_id`` in the result of ``save_weights_for_sampler``. UnexpectedResponse if there is none."""
-    sampler_id = result.get(wire.SAMPLER_ID) if isinstance(result, Mapping) else None
-    if not wire.is_id(sampler_id):
-        raise UnexpectedResponse(
-            f"save_weights_for_sampler: result.sampler_id is {shortened(sampler_id)}, expected an id",
-            outcome="unknown",
-        )
-    return sampler_id
-
-
-def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the ``sequences`` in the result of ``sample``: each has ``tokens``, and as many finite ``logprobs``.
-
-    Raises UnexpectedResponse that names the field if one does not: such a completion cannot be trained on.
-    """
-    sequences = result.get(wire.SEQUENCES) if isinstance(result, Mapping) else None
-    if not isinstance(sequences, list) or not sequences:
-        raise _bad_sample("sequences", sequences, "a list of at least one sequence")
-    for index, sequence in enumerate(sequences):
-        where = f"sequences[{index}]"
-        if not isinstance(sequence, dict):
-            raise _bad_sample(where, sequence, "an object")
-        tokens, logprobs = sequence.get(wire.TOKENS), sequence.get(wire.LOGPROBS)
-        if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
-            raise _bad_sample(f"{where}.tokens", tokens, "a list of token ids")
-        if not isinstance(logprobs, list):
-            raise _bad_sample(f"{where}.logprobs", logprobs, "a list of finite numbers, one per token")
-        for position, logprob in enumerate(logprobs):
-            if not _is_finite(logprob):
-                raise _bad_sample(f"{where}.logprobs[{position}]", logprob, "a finite number")
-        if len(logprobs) != len(tokens):
-            raise _bad_sample(
-                f"{where}.logprobs", logprobs, f"{len(tokens)} numbers, one per token, not {len(logprobs)}"
-            )
-    return sequences
-
-
-def _bad_sample(where: str, found: object, expected: str) -> UnexpectedResponse:
-    return UnexpectedResponse(f"sample: result.{where} is {shortened(found)}, expected {expected}", outcome="unknown")
-
-
 def _listed(names: Collection[object]) -> str:
     """Return the names that a service offers, on one line; they may be anything."""
     shown = [name if wire.is_id(name) else shortened(name) for name in names]
     return ", ".join(sorted(shown))[:_LONGEST_LISTING]
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _checked_seconds(name: str, value: float) -> float:

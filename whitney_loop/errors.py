@@ -6,10 +6,10 @@ The rules for every message stand here too: it never holds a key, and a log line
 from __future__ import annotations
 
 import contextlib
-import json
+import html
 import logging
+import re
 import reprlib
-import urllib.parse
 from typing import Any, Literal
 
 Outcome = Literal["not_sent", "rejected", "failed", "unknown"]
@@ -17,42 +17,55 @@ Outcome = Literal["not_sent", "rejected", "failed", "unknown"]
 failed without effect; or it may have taken effect."""
 
 _SHORTEST_SECRET = 8  # characters; replacing a shorter word would black out half of every message
+_NO_WORD = 16  # characters; a shorter key, such as localhost, may stand in an id, a URL or a field's name by chance
+# The ends of the names of fields whose values are compared, or sent back to the service.
+_EXACT = ("_id", "uri", "url", "status", "kind", "model", "provider", "operations")
+_CUT_OFF = r"(?:[%\\&][#\w]{0,6})?\Z"  # the end of a text, perhaps in the middle of an escape
 
-_secrets: list[str] = []  # the longest first, since one may be part of another
+_secrets: dict[str, re.Pattern[str]] = {}  # with what recognises each, however it is escaped
 
 
 def keep_out_of_errors(secret: str) -> None:
     """Keep ``secret`` out of every error, log line and answer of this process from now on."""
     if len(secret) >= _SHORTEST_SECRET:
-        # Unchanged, and as it looks in a path, in a repr and in JSON.
-        forms = {secret, urllib.parse.quote(secret, safe=""), repr(secret)[1:-1], json.dumps(secret)[1:-1]}
-        _secrets[:] = sorted(forms.union(_secrets), key=len, reverse=True)
+        first, *others = map(_forms, secret)  # without backslashes before the first: re finds its beginning faster
+        head, rest = others[: _SHORTEST_SECRET - 1], others[_SHORTEST_SECRET - 1 :]
+        # The text may have been cut off within the key: after its first characters, the text may end.
+        followed = [rf"\\*{form}" for form in head] + [rf"(?:\\*{form}|{_CUT_OFF})" for form in rest]
+        _secrets[secret] = re.compile("".join([first, *followed]))
 
 
-def redacted(text: str) -> str:
-    """Return the text with ``[key]`` in place of every key that was given to a client.
+def _forms(character: str) -> str:
+    """Return a pattern of a character as it is, and as it looks in a path, in HTML and in JSON."""
+    code = ord(character)
+    forms = {html.escape(character), f"&#{code};"}
+    for digits in (f"{code:02x}", f"{code:02X}"):
+        forms |= {f"%{digits}", f"&#x{digits};", f"\\u00{digits}"}
+    return f"(?:{'|'.join(map(re.escape, [character, *forms]))})"
 
-    The text may have been cut off within a key: the start of a key at its end is replaced too.
+
+def redacted(text: str, *, shortest: int = 0) -> str:
+    """Return the text with ``[key]`` in place of every key, or start of a key at its end, given to a client.
+
+    ``shortest``: keys of fewer characters are left.
     """
-    for secret in _secrets:
-        text = text.replace(secret, "[key]")
-    for secret in _secrets:
-        if secret[:_SHORTEST_SECRET] not in text[-len(secret) :]:
-            continue
-        for length in range(len(secret) - 1, _SHORTEST_SECRET - 1, -1):
-            if text.endswith(secret[:length]):
-                return text[:-length] + "[key]"
+    for secret in sorted(_secrets, key=len, reverse=True):  # one may be part of another
+        if len(secret) >= shortest:
+            text = _secrets[secret].sub("[key]", text)
     return text
 
 
-def redacted_json(value: Any) -> Any:
-    """Return a JSON value with every string in it redacted, names of fields too. Numbers are not changed."""
+def redacted_json(value: Any, name: str = "") -> Any:
+    """Return a JSON value, of the field ``name``, with its strings redacted. Numbers are not changed.
+
+    In an id, a URL and a field's name, only a key that cannot stand there by chance is replaced.
+    """
     if isinstance(value, str):
-        return redacted(value)
-    if isinstance(value, list):  # most lists are long and hold numbers: no call for each of them
-        return [item if isinstance(item, (int, float)) else redacted_json(item) for item in value]
+        return redacted(value, shortest=_NO_WORD if name.endswith(_EXACT) else 0)
+    if isinstance(value, (list, tuple)):  # most are long and hold numbers: no call for each of them
+        return [item if isinstance(item, (int, float)) else redacted_json(item, name) for item in value]
     if isinstance(value, dict):
-        return {redacted(name): redacted_json(item) for name, item in value.items()}
+        return {redacted(name, shortest=_NO_WORD): redacted_json(item, name) for name, item in value.items()}
     return value
 
 
@@ -76,50 +89,28 @@ class WhitneyError(Exception):
     the key.
     """
 
+    method: str | None = None
+    path: str | None = None
+    status: int | None = None
+    code: str | None = None
+    request_id: str | None = None
+    seq_id: int | None = None
+    attempts: int | None = None
+    retryable: bool = False
     index: int | None = None  # of the payload that it is about, if several were given at once
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        outcome: Outcome,
-        method: str | None = None,
-        path: str | None = None,
-        status: int | None = None,
-        code: str | None = None,
-        request_id: str | None = None,
-        seq_id: int | None = None,
-        attempts: int | None = None,
-        retryable: bool = False,
-    ) -> None:
-        message = redacted(message)
-        super().__init__(message)
-        self.message = message
+    def __init__(self, message: str, *, outcome: Outcome = "unknown", **facts: Any) -> None:
+        super().__init__(redacted(message))
+        self.message = redacted(message)
         self.outcome: Outcome = outcome
-        self.method = method
-        self.path = redacted(path) if path else path
-        self.status = status
-        self.code = code
-        self.request_id = request_id
-        self.seq_id = seq_id
-        self.attempts = attempts
-        self.retryable = retryable
+        vars(self).update(redacted_json(facts))
 
     def __str__(self) -> str:
         facts = [f"{self.method} {self.path}"] if self.method else []
         for name in ("status", "code", "request_id", "seq_id", "attempts"):
             if getattr(self, name) is not None:
                 facts.append(f"{name} {getattr(self, name)}")
-        return f"{self.message} [{', '.join([*facts, f'outcome {self.outcome}'])}]"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.__dict__.copy())
-
-
-def _rebuild(cls: type[WhitneyError], attributes: dict[str, Any]) -> WhitneyError:
-    error = cls(attributes["message"], outcome=attributes["outcome"])
-    error.__dict__.update(attributes)
-    return error
+        return redacted(f"{self.message} [{', '.join([*facts, f'outcome {self.outcome}'])}]")
 
 
 class ConfigurationError(WhitneyError):

@@ -10,7 +10,8 @@ from typing import Any
 
 from whitney_loop.connections import HangUp
 from whitney_loop.errors import OperationTimeout, WhitneyError, log
-from whitney_loop.operations import PATIENCE_S, PendingOperation
+from whitney_loop.operations import PendingOperation
+from whitney_loop.waiting import PATIENCE_S
 
 THREAD_NAME = "whitney_loop.fetching"
 _MOST_THREADS = 8  # each holds a connection while it waits

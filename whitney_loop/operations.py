@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -19,24 +19,19 @@ from whitney_loop import wire
 from whitney_loop.connections import HangUp
 from whitney_loop.errors import (
     OperationFailed,
-    OperationTimeout,
     RequestRejected,
     RunBroken,
-    ServiceUnavailable,
     UnexpectedResponse,
     WhitneyError,
     log,
     shortened,
 )
 from whitney_loop.transport import TIMEOUT, NotYet, Transport
+from whitney_loop.waiting import LONG_POLL_S, wait_until
 
-_LONG_POLL_S = 20  # below the idle limits of common proxies (60 s)
 _LAST_POLL_S = 5.0  # for the poll after the deadline, retries included
-_FIRST_PAUSE_S = 0.02  # between polls of a server that does not hold them
-_LONGEST_PAUSE_S = 5.0
 # Before an operation that failed, but may be submitted again, is: three times, in half a minute.
 REPEAT_AFTER_S = (1.0, 5.0, 25.0)
-PATIENCE_S = 30.0  # a wait that takes longer is logged, each time this passes
 _STRAY_ANSWERS = 2  # in a row: 404s and pages of a gateway that do not count as the end of an accepted operation
 # Poll answers that mean "not finished yet". A long poll may also end in 504 or a read timeout; the next poll is a short
 # one, and for a short one both are errors.
@@ -59,6 +54,7 @@ class PendingOperation:
         default=None, repr=False
     )
     _hang_up: HangUp | None = field(default=None, repr=False)  # of the operations that are awaited together
+    _is_fetched: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def result(self, timeout_s: float | None = None) -> dict[str, Any]:
@@ -82,7 +78,9 @@ class PendingOperation:
 
     def _fetch(self, timeout_s: float | None) -> None:
         with self._lock:  # one thread polls: by the second answer the service may have forgotten the result
-            self._operation = self._wait(self, self._operation, timeout_s)
+            if not self._is_fetched:
+                self._operation = self._wait(self, self._operation, timeout_s)
+                self._is_fetched = True
 
 
 @dataclass
@@ -111,15 +109,20 @@ class _Order:
 
 
 class Operations:
-    """The operations of all runs of one client. ``accepted`` counts those that the service took, by kind."""
+    """The operations of all runs of one client.
+
+    ``accepted`` counts those that the service took, by kind; ``undone`` those of them that are known to have failed,
+    or to have been cancelled, without effect.
+    """
 
     def __init__(self, transport: Transport, *, submit_timeout_s: float, operation_timeout_s: float) -> None:
         self._transport = transport
         self._submit_timeout_s = submit_timeout_s
         self._operation_timeout_s = operation_timeout_s
         self.accepted: Counter[str] = Counter()
+        self.undone: Counter[str] = Counter()
         self._orders: dict[str, _Order] = {}
-        self._lock = threading.Lock()  # guards accepted and _orders
+        self._lock = threading.Lock()  # guards the counters and _orders
 
     def submit(
         self,
@@ -159,6 +162,8 @@ class Operations:
             order.fetch_expiring_results(seq_id, timeout_s)
             head = as_json({wire.KIND: kind, wire.SEQ_ID: seq_id}, kind)[:-1] + f',"{wire.PAYLOAD}":'.encode()
             body = [head, serialised, b"}"]  # in parts: a payload may have 100 MB, and is not copied
+            if path == wire.path(wire.OPERATIONS, run_id=run_id):
+                order.newest = seq_id
             try:
                 budget_s = self._submit_timeout_s if timeout_s is None else timeout_s
                 answer = self._transport.exchange("POST", path, body, budget_s=budget_s, seq_id=seq_id)
@@ -177,8 +182,6 @@ class Operations:
                     error.outcome, order.broken = "rejected", None
                 raise
             order.recent.append(weakref.ref(pending))
-            if path == wire.path(wire.OPERATIONS, run_id=run_id):
-                order.newest = seq_id
             if repeat_after_s:
                 pending._repeat = functools.partial(self._repeat, order, payload, repeat_after_s)
         return pending
@@ -276,7 +279,7 @@ class Operations:
 
         def poll(left_s: float) -> dict[str, Any] | None:
             nonlocal hold, strays
-            wait_s = int(min(left_s, _LONG_POLL_S)) if hold else 0
+            wait_s = int(min(left_s, LONG_POLL_S)) if hold else 0
             try:
                 answer = self.poll(
                     path + wire.WAIT.format(seconds=wait_s),
@@ -302,56 +305,11 @@ class Operations:
         facts = _facts(pending)
         timeout_s = self._operation_timeout_s if timeout_s is None else timeout_s
         says = pending._hang_up is None  # of those that are awaited together, whoever waits for them all says it
-        return wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=timeout_s, says=says, **facts)
-
-
-def wait_until(
-    statuses: Collection[str],
-    poll: Callable[[float], dict[str, Any] | None],
-    state: dict[str, Any],
-    name: str,
-    *,
-    timeout_s: float,
-    says: bool = True,
-    **facts: Any,
-) -> dict[str, Any]:
-    """Poll until the status is one of ``statuses``, and return that state. Raise OperationTimeout after ``timeout_s``.
-
-    ``poll`` takes the seconds that are left and returns the state, or None if it is not known yet. The last poll begins
-    after the deadline: this process may have been stopped (Ctrl-Z, a paused container) while the service went on.
-    ``says``: whether a long wait is logged.
-    """
-
-    def has_ended() -> bool:
-        return str(state.get(wire.STATUS)) in statuses  # str: a wrong status may not even be hashable
-
-    started = said = time.monotonic()
-    deadline = started + timeout_s
-    pause, is_last = _FIRST_PAUSE_S, False
-    while not has_ended():
-        asked = time.monotonic()
-        found = shortened(state.get(wire.STATUS))
-        if is_last:
-            raise OperationTimeout(
-                f"{name} is {found} after {asked - started:.0f} s, not {' or '.join(sorted(statuses))}",
-                outcome="unknown",
-                **facts,
-            )
-        if says and asked - said > PATIENCE_S:
-            said = asked
-            log(logging.WARNING, f"{name} is {found} for {asked - started:.0f} s")
-        is_last = asked >= deadline
-        try:
-            state = poll(max(deadline - asked, 0)) or state
-        except ServiceUnavailable:
-            if is_last or time.monotonic() < deadline:
-                raise
-            continue
-        answered = time.monotonic()
-        if not has_ended() and answered - asked < _LONG_POLL_S / 2:  # the service did not hold the poll
-            time.sleep(min(pause, max(deadline - answered, 0)))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-    return state
+        ended = wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=timeout_s, says=says, **facts)
+        if ended[wire.STATUS] != wire.SUCCEEDED:
+            with self._lock:
+                self.undone[pending.kind] += 1
+        return ended
 
 
 def as_json(value: object, name: str) -> bytes:
@@ -435,4 +393,4 @@ def _why_broken(error: BaseException, kind: str, seq_id: int) -> str | None:
         return f"the service lost step with this client at {kind} (seq_id {seq_id}): {error.code}. A run has one client"
     if isinstance(error, WhitneyError) and error.outcome in ("not_sent", "rejected"):
         return None
-    return f"the outcome of {kind} (seq_id {seq_id}) is unknown"
+    return f"the outcome of {kind} (seq_id {seq_id}) is unknown (client.settle() asks for it)"

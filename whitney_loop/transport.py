@@ -267,7 +267,8 @@ def _may_pass(status: int, *, retryable: bool) -> bool:
 def _beginning(answer: Answer) -> str:
     encoding = answer.headers.get("Content-Encoding")
     note = f" (encoded as {encoding:.20}, which was not asked for)" if encoding else ""
-    return repr(redacted(answer.body.decode("utf-8", "replace"))[:_SHOWN_CHARACTERS]) + note
+    text = answer.body[: 8 * _SHOWN_CHARACTERS].decode("utf-8", "replace")
+    return repr(redacted(text)[:_SHOWN_CHARACTERS]) + note
 
 
 def _json_object(raw: bytes) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import pytest
 from fault_proxy import FaultProxy
 from loop_in_process import EXAMPLES, Run, adapter_of, left_open
 from loop_started import read_until, start_loop
+from whitney_loop.local.engine import EngineError
 from whitney_loop.loop import training
 
 CYCLES = 1
@@ -213,6 +214,24 @@ def test_no_state_is_saved_once_a_step_of_the_next_cycle_was_made(loop, service,
     code, summary, err = loop(service, service.base_url, 4, build_loss=IS_ENDED)
     assert (code, summary["state_id"]) == (1, None)
     assert "no state is saved: cycle 2 has made an optimizer step, and a state is of whole cycles" in err
+
+
+def test_a_step_that_fails_without_effect_does_not_keep_the_cycles_before_it_from_being_saved(
+    loop, service, monkeypatch
+):
+    execute, steps = Run._execute, []
+
+    def fails(of_run, operation, engine):
+        if operation.kind == "optim_step":
+            steps.append(operation)
+            if len(steps) == 3:
+                raise EngineError("out_of_memory", "as it was told")
+        return execute(of_run, operation, engine)
+
+    monkeypatch.setattr(Run, "_execute", fails)
+    code, summary, err = loop(service, service.base_url, 4)
+    assert (code, summary["next_cycle"]) == (1, 2) and summary["state_id"], err
+    assert "optim_step failed: as it was told" in err.splitlines()[-1]
 
 
 def test_no_state_is_saved_twice_for_the_same_cycle(loop, service, user_module):

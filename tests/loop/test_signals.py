@@ -11,6 +11,7 @@ import pytest
 
 from loop_in_process import Run, adapter_of, left_open
 from loop_started import read_until, start_loop
+from whitney_loop import WhitneyClient
 
 SWALLOWS = """
 import signal
@@ -241,3 +242,30 @@ def test_an_interrupt_at_any_exchange_saves_the_whole_cycles_unless_the_next_has
         again = ("--resume-from", summary["state_id"], "--first-cycle", "1")
         assert adapter_of(loop(service, service.base_url, 1, *again)[1]) == expected, n
     assert saved >= 10
+
+
+def test_an_interrupted_operation_that_arrives_after_all_does_not_keep_the_state_from_being_saved(
+    loop, service, interrupt_at, all_sessions, monkeypatch
+):
+    """The run is asked for it, and it arrives only then: it takes the seq_id that the last save was to have."""
+    submit, points = Run.submit, []
+
+    def noted(run, seq_id, kind, *rest):
+        points.extend([len(seen)] if kind == "forward_backward" else [])
+        return submit(run, seq_id, kind, *rest)
+
+    def arrive():
+        run_id = all_sessions()[-1]["runs"][0]["run_id"]
+        client = WhitneyClient(service.base_url, service.api_key)
+        client.run_operation(run_id, "save_weights_for_sampler", {})  # whatever it was
+
+    monkeypatch.setattr(Run, "submit", noted)
+    seen = interrupt_at({})
+    expected = adapter_of(loop(service, service.base_url, 2)[1])
+    before_it, after_the_question = points[1], points[1] + 2
+    interrupt_at({before_it: lambda: signal.raise_signal(signal.SIGINT), after_the_question: arrive})
+    code, summary, err = loop(service, service.base_url, 2)
+    assert code == 130 and summary["state_id"] and summary["operations"]["forward_backward"] == 2, err
+    interrupt_at({})
+    again = ("--resume-from", summary["state_id"], "--first-cycle", "1")
+    assert adapter_of(loop(service, service.base_url, 1, *again)[1]) == expected

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from whitney_loop.client import result_sampler_id, result_sequences
 from whitney_loop.errors import UnexpectedResponse
 from whitney_loop.loop.metrics import (
     Metrics,
@@ -24,6 +23,7 @@ from whitney_loop.loop.report import formatted
 from whitney_loop.loop.samples import Completion, Texts, add_advantages, add_rewards, completions_of
 from whitney_loop.loop.training import Training
 from whitney_loop.loop.user_loss import Built, UserLoss, build
+from whitney_loop.results import result_sampler_id, result_sequences
 
 OWN_NAMES = frozenset({"skipped", "state_id", "next_cycle", "config"})  # of the metrics file, beside a cycle's metrics
 

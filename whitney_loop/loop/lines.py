@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from whitney_loop.errors import redacted
+from whitney_loop.errors import redacted_json
 from whitney_loop.loop.files import IN_USE, lock, read_text
 from whitney_loop.loop.options import UsageError
 
@@ -94,7 +94,7 @@ class LinesFile:
             return
         try:
             for entry in entries:
-                self.file.write(redacted(_as_json(entry)).encode() + b"\n")
+                self.file.write(_as_json(entry).encode() + b"\n")
             self.file.flush()
         except OSError as error:
             raise ValueError(f"{self.option} {self.path} cannot be written: {error.strerror}") from None
@@ -156,9 +156,9 @@ def superseded_path(path: Path) -> Path:
 
 def _as_json(entry: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(entry, allow_nan=False)
+        return json.dumps(redacted_json(entry), allow_nan=False)
     except (TypeError, ValueError):
-        return json.dumps(_storable(entry))
+        return json.dumps(redacted_json(_storable(entry)))
 
 
 def _storable(value: Any) -> Any:

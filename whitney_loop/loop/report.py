@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whitney_loop.errors import WhitneyError, redacted
+from whitney_loop.errors import WhitneyError, redacted, redacted_json
 
 USUAL_COLUMNS = 120
 
@@ -53,7 +53,7 @@ class Summary:
         del facts["results"]
         if self.error is None:
             del facts["error"]
-        return redacted(json.dumps(facts))
+        return json.dumps(redacted_json(facts))
 
 
 def say(line: str) -> None:

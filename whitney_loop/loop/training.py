@@ -56,7 +56,7 @@ class Training:
         self._stops = Stops(options, history.cycles)
         summary.ended_by = self._stops.reached(0)  # a resumed run may have reached its goal
         self.next_cycle = cycles.start  # after the last whole cycle
-        self._whole_steps = 0  # optimizer steps that the service had accepted by the end of that cycle
+        self._whole_steps = 0  # optimizer steps by the end of that cycle
 
     def cycles(self) -> Iterator[int]:
         """The numbers of the cycles to train, from the first or the resumed one, until an option ends the training."""
@@ -76,7 +76,7 @@ class Training:
         """
         self.summary.cycles_skipped += "skipped" in entry
         self.summary.cycles_done += "skipped" not in entry
-        self.next_cycle, self._whole_steps = entry["cycle"] + 1, self.client.accepted["optim_step"]
+        self.next_cycle, self._whole_steps = entry["cycle"] + 1, self._steps()
         self._history.write(entry)
         self._stops.take(entry)
         self.summary.ended_by = self._stops.reached(self.summary.tokens_sampled + self.summary.tokens_trained)
@@ -152,6 +152,10 @@ class Training:
         if next_cycle < self.end:
             say(f"saved {state_id}: the next cycle is {next_cycle}")
 
+    def _steps(self) -> int:
+        """How many optimizer steps were made, or may have been, in all runs."""
+        return self.client.accepted["optim_step"] - self.client.undone["optim_step"]
+
     def save_before_end(self) -> None:
         """Save the weights of the last whole cycle, if the run still has them and no state does.
 
@@ -164,7 +168,7 @@ class Training:
         try:
             for attempt in (1, 2):
                 self.client.settle(timeout_s=max(deadline - time.monotonic(), 0))
-                if self.client.accepted["optim_step"] != self._whole_steps:
+                if self._steps() != self._whole_steps:
                     say(f"no state is saved: cycle {cycle} has made an optimizer step, and a state is of whole cycles")
                     return
                 left_s = max(deadline - time.monotonic(), 0)
