@@ -128,8 +128,8 @@ def train(training: Training, options: Options, requests: Sequence[Request], tea
         kl = -sum(gaps) / len(gaps)
         summary.results = {"kl_first": kl} | summary.results | {"kl_last": kl}
         summary.tokens_sampled += len(gaps)
-        shown = {"cycle": cycle, "version": saved.get("version"), "kl/k1": kl, "loss": backward.get("loss")}
-        training.record_step(shown, step, trained_tokens(payload))
+        metrics = {"cycle": cycle, "version": saved.get("version"), "kl/k1": kl, "loss": backward.get("loss")}
+        training.record_step(metrics, "kl/k1", step, trained_tokens(payload))
         if training.saves_after(cycle):
             training.saved(client.run_operation(run, "save_state", {}), next_cycle=cycle + 1)
     training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.next_cycle)

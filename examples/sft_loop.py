@@ -100,8 +100,8 @@ def train(training: Training, options: Options, data: Sequence[Datum], eval_data
         training.require_finite(cycle, [payload], [backward])
         step = client.run_operation(run, "optim_step", {"optimizer": training.optimizer})
 
-        shown = {"cycle": cycle, "epoch": epoch, "loss/token": mean_loss([payload], [backward])}
-        training.record_step(shown, step, trained_tokens(payload))
+        metrics = {"cycle": cycle, "epoch": epoch, "loss/token": mean_loss([payload], [backward])}
+        training.record_step(metrics, "loss/token", step, trained_tokens(payload))
         if training.saves_after(cycle):
             training.saved(client.run_operation(run, "save_state", {}), next_cycle=cycle + 1)
     evaluate(training, options, eval_data, "after")
