@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -78,6 +78,7 @@ class History:
     path: Path | None = None
     kept_bytes: int = 0  # of the file: up to the state's line
     superseded: bytes = b""  # what follows: cycles that the state does not hold
+    log: Callable[[dict[str, Any]], None] | None = None  # of --log; it is called with each line
     _file: IO[bytes] | None = None  # open and locked
 
     def __enter__(self) -> History:
@@ -116,29 +117,33 @@ class History:
 
     def begin(self, config: Mapping[str, Any]) -> None:
         """Write the first line; if a run is resumed, first move what its state does not hold to FILE.superseded."""
-        if self.path is None or self._file is None:
-            return
-        if self.superseded:
-            try:
-                with _superseded(self.path).open("ab") as beside:
-                    beside.write(self.superseded)
-            except OSError as error:
-                raise ValueError(f"{_superseded(self.path)} cannot be written: {error.strerror}") from None
-        self._file.truncate(self.kept_bytes)
-        self._file.seek(max(self.kept_bytes - 1, 0))
-        if self._file.read() not in (b"\n", b""):  # a file whose end was edited must not swallow the next line
-            self._file.write(b"\n")
+        if self.path is not None and self._file is not None:
+            self._cut_back(self.path, self._file)
         self.write({"config": config})
 
+    def _cut_back(self, path: Path, file: IO[bytes]) -> None:
+        if self.superseded:
+            try:
+                with _superseded(path).open("ab") as beside:
+                    beside.write(self.superseded)
+            except OSError as error:
+                raise ValueError(f"{_superseded(path)} cannot be written: {error.strerror}") from None
+        file.truncate(self.kept_bytes)
+        file.seek(max(self.kept_bytes - 1, 0))
+        if file.read() not in (b"\n", b""):  # a file whose end was edited must not swallow the next line
+            file.write(b"\n")
+
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Add one line. Raise ValueError if it cannot be written."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(redacted(json.dumps(_storable(entry))).encode() + b"\n")
-            self._file.flush()
-        except OSError as error:
-            raise ValueError(f"--metrics {self.path} cannot be written: {error.strerror}") from None
+        """Add one line, and call the user's logger with it. Raise ValueError if it cannot be written."""
+        line = redacted(json.dumps(_storable(entry)))
+        if self._file is not None:
+            try:
+                self._file.write(line.encode() + b"\n")
+                self._file.flush()
+            except OSError as error:
+                raise ValueError(f"--metrics {self.path} cannot be written: {error.strerror}") from None
+        if self.log is not None:
+            self.log(json.loads(line))
 
 
 def open_history(options: LoopOptions) -> History:

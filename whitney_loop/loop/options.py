@@ -100,6 +100,12 @@ class LoopOptions:
     metrics: Path | None = option(
         None, "write a line of metrics per cycle (see plot)", group="metrics and resumption", metavar="FILE.jsonl"
     )
+    log: str | None = option(
+        None,
+        "your function, called with each record of the metrics",
+        group="metrics and resumption",
+        metavar="MODULE:CALLABLE",
+    )
     save_every: int | None = option(
         None,
         "save a state after every N cycles, and at the end",

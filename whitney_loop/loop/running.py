@@ -21,6 +21,7 @@ from whitney_loop.errors import keep_out_of_errors
 from whitney_loop.lifecycle import lora_run, stop_waiting, training_session
 from whitney_loop.loop.history import History, open_history
 from whitney_loop.loop.journal import check_journal, kept_journal, recover_session
+from whitney_loop.loop.log import load_log
 from whitney_loop.loop.options import LEARNING_RATE, LoopOptions, Options, UsageError, check_ranges
 from whitney_loop.loop.place import Place, load_engine, open_place, require_within_limits
 from whitney_loop.loop.prompts import SEED_BITS
@@ -85,6 +86,7 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
         work = prepare(options, history.first_cycle)
         config = _config(options, work)
         history.require_same(config)
+        history.log = load_log(options.log, Warnings(summary.warnings)) if options.log else None
         if backend:
             require_within_limits(backend, options, work.loss_function)
         with open_place(options, backend) as place:
