@@ -35,6 +35,7 @@ from whitney_loop.loop import (
     parse_options,
     read_requests,
     requests_of_cycle,
+    rl_cost,
     run_training,
 )
 
@@ -101,6 +102,14 @@ def prepare(options: Options, first_cycle: int) -> Work:
         operations=[*operations, *loss.operations],
         data={"requests": len(requests), "data_sha256": fingerprint(requests)},
         train=lambda training: train(training, options, loss, requests),
+        cost=rl_cost(
+            requests,
+            cycles=options.cycles,
+            batch_size=options.batch_size,
+            updates=options.updates,
+            minibatches=options.minibatches,
+            max_datums=options.max_datums,
+        ),
         requests=requests,
         loss_function=loss.loss_function,
         notes=notes,

@@ -36,6 +36,7 @@ from whitney_loop.loop import (
     read_examples,
     run_training,
     say,
+    sft_cost,
     steps_in,
     trained_tokens,
 )
@@ -87,6 +88,7 @@ def prepare(options: Options, first_cycle: int) -> Work:
         operations=["forward_backward", "optim_step", *(["forward"] if eval_data else [])],
         data={"examples": len(data), "data_sha256": fingerprint(data)},
         train=lambda training: train(training, options, data, eval_data),
+        cost=sft_cost(data, cycles=end - first_cycle, batch_size=options.batch_size, eval_data=eval_data),
     )
 
 
