@@ -50,7 +50,7 @@ class Options(LoopOptions):
 
     data: Path | None = option(
         None,
-        "examples to train on; default on the embedded service: examples/sft_train.jsonl",
+        "examples to train on; the embedded service has its own",
         group="data",
         metavar="FILE.jsonl",
     )
@@ -58,12 +58,7 @@ class Options(LoopOptions):
         None, "examples whose loss is printed before and after the training", group="data", metavar="FILE.jsonl"
     )
     batch_size: int = option(8, "examples per optimizer step", group="data", at_least=1)
-    epochs: int = option(
-        1,
-        "passes over the data, each in an order of its own; a resumed run counts the passes that it has done",
-        group="data",
-        at_least=1,
-    )
+    epochs: int = option(1, "passes over the data, with those before a resumption", group="data", at_least=1)
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:
