@@ -38,6 +38,7 @@ from whitney_loop.loop import (
     Training,
     UsageError,
     Work,
+    distillation_cost,
     fingerprint,
     named_in_errors,
     option,
@@ -59,17 +60,11 @@ COMMAND = "python examples/distillation_loop.py"
 class Options(LoopOptions):
     """The options of this loop, beside those of every loop (whitney_loop/loop/options.py)."""
 
-    teacher_state: str | None = option(
-        None, "a saved state of the same model and --lora-rank", group="teacher", metavar="STATE_ID"
-    )
-    teacher_data: Path | None = option(
-        None, "examples to train it on first; embedded: examples/sft_train.jsonl", group="teacher", metavar="FILE.jsonl"
-    )
+    teacher_state: str | None = option(None, "a saved state of it, of this rank", group="teacher", metavar="STATE_ID")
+    teacher_data: Path | None = option(None, "examples to train it on first", group="teacher", metavar="FILE.jsonl")
     teacher_epochs: int = option(3, "passes over --teacher-data", group="teacher", at_least=1)
-    sample_json: Path | None = option(
-        None, "payloads of sample, one per cycle; embedded: examples/sample.json", group="data", metavar="FILE"
-    )
-    cycles: int = option(2, "how many cycles to train, from the first or the resumed one", group="data", at_least=1)
+    sample_json: Path | None = option(None, "payloads of sample, one per cycle", group="data", metavar="FILE")
+    cycles: int = option(2, "how many to train, from the first or the resumed one", group="data", at_least=1)
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:
@@ -91,6 +86,8 @@ def prepare(options: Options, first_cycle: int) -> Work:
         operations=["save_weights_for_sampler", "sample", "logprobs", "forward_backward", "optim_step"],
         data={"requests": len(requests), "data_sha256": fingerprint([*requests, *teacher_data])},
         train=lambda training: train(training, options, requests, teacher_data),
+        cost=distillation_cost(requests, options.cycles, teacher_data, options.teacher_epochs, TEACHER_BATCH),
+        saved_runs=2,
         requests=requests,
         loss_function=LOSS_FUNCTION,
     )
@@ -128,8 +125,8 @@ def train(training: Training, options: Options, requests: Sequence[Request], tea
         kl = -sum(gaps) / len(gaps)
         summary.results = {"kl_first": kl} | summary.results | {"kl_last": kl}
         summary.tokens_sampled += len(gaps)
-        shown = {"cycle": cycle, "version": saved.get("version"), "kl/k1": kl, "loss": backward.get("loss")}
-        training.record_step(shown, step, trained_tokens(payload))
+        metrics = {"cycle": cycle, "version": saved.get("version"), "kl/k1": kl, "loss": backward.get("loss")}
+        training.record_step(metrics, "kl/k1", step, trained_tokens(payload))
         if training.saves_after(cycle):
             training.saved(client.run_operation(run, "save_state", {}), next_cycle=cycle + 1)
     training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.next_cycle)

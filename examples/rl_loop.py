@@ -36,6 +36,7 @@ from whitney_loop.loop import (
     parse_options,
     read_requests,
     requests_of_cycle,
+    rl_cost,
     run_training,
 )
 
@@ -48,30 +49,25 @@ class Options(LoopOptions):
 
     build_loss: str = option(
         REQUIRED,
-        "your function, in the current folder or in examples/",
+        "your function, in the current folder, or an example",
         group="loss and data",
         metavar="MODULE:CALLABLE",
     )
     reward: str | None = option(
         None,
-        "your reward(text, request) if its module has decode(tokens), else reward(tokens, request): a number, which "
-        "algorithms ask as ctx.reward; default: grpo_build_loss:reward, the share of vowels",
+        "your reward(text or tokens, request); default: vowels",
         group="loss and data",
         metavar="MODULE:CALLABLE",
     )
-    reward_threads: int = option(
-        1, "rewards to compute side by side; 1: in the loop's own thread", group="loss and data", at_least=1
-    )
+    reward_threads: int = option(1, "rewards to compute side by side", group="loss and data", at_least=1)
     sample_json: Path | None = option(
         None,
-        "payloads of sample: one, an array, or a JSONL; default on the embedded service: examples/sample.json",
+        "payloads of sample; default on the embedded service: an example",
         group="loss and data",
         metavar="FILE",
     )
     batch_size: int = option(1, "requests per cycle", group="loss and data", at_least=1)
-    cycles: int = option(
-        2, "how many cycles to train, from the first or the resumed one", group="loss and data", at_least=1
-    )
+    cycles: int = option(2, "how many to train, from the first or the resumed one", group="loss and data", at_least=1)
     updates: int = option(1, "passes over the samples of each cycle", group="optimizer", at_least=1)
     minibatches: int = option(1, "optimizer steps of a pass, on shuffled samples", group="optimizer", at_least=1)
     max_datums: int | None = option(
@@ -118,6 +114,14 @@ def prepare(options: Options, first_cycle: int) -> Work:
         operations=[*operations, *loss.operations],
         data={"requests": len(requests), "data_sha256": fingerprint(requests)},
         train=lambda training: train(training, options, loss, requests),
+        cost=rl_cost(
+            requests,
+            cycles=options.cycles,
+            batch_size=options.batch_size,
+            updates=options.updates,
+            minibatches=options.minibatches,
+            max_datums=options.max_datums,
+        ),
         requests=requests,
         loss_function=loss.loss_function,
         notes=notes,

@@ -36,6 +36,7 @@ from whitney_loop.loop import (
     read_examples,
     run_training,
     say,
+    sft_cost,
     steps_in,
     trained_tokens,
 )
@@ -49,7 +50,7 @@ class Options(LoopOptions):
 
     data: Path | None = option(
         None,
-        "examples to train on; default on the embedded service: examples/sft_train.jsonl",
+        "examples to train on; the embedded service has its own",
         group="data",
         metavar="FILE.jsonl",
     )
@@ -57,12 +58,7 @@ class Options(LoopOptions):
         None, "examples whose loss is printed before and after the training", group="data", metavar="FILE.jsonl"
     )
     batch_size: int = option(8, "examples per optimizer step", group="data", at_least=1)
-    epochs: int = option(
-        1,
-        "passes over the data, each in an order of its own; a resumed run counts the passes that it has done",
-        group="data",
-        at_least=1,
-    )
+    epochs: int = option(1, "passes over the data, with those before a resumption", group="data", at_least=1)
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:
@@ -87,6 +83,7 @@ def prepare(options: Options, first_cycle: int) -> Work:
         operations=["forward_backward", "optim_step", *(["forward"] if eval_data else [])],
         data={"examples": len(data), "data_sha256": fingerprint(data)},
         train=lambda training: train(training, options, data, eval_data),
+        cost=sft_cost(data, cycles=end - first_cycle, batch_size=options.batch_size, eval_data=eval_data),
     )
 
 
@@ -100,8 +97,8 @@ def train(training: Training, options: Options, data: Sequence[Datum], eval_data
         training.require_finite(cycle, [payload], [backward])
         step = client.run_operation(run, "optim_step", {"optimizer": training.optimizer})
 
-        shown = {"cycle": cycle, "epoch": epoch, "loss/token": mean_loss([payload], [backward])}
-        training.record_step(shown, step, trained_tokens(payload))
+        metrics = {"cycle": cycle, "epoch": epoch, "loss/token": mean_loss([payload], [backward])}
+        training.record_step(metrics, "loss/token", step, trained_tokens(payload))
         if training.saves_after(cycle):
             training.saved(client.run_operation(run, "save_state", {}), next_cycle=cycle + 1)
     evaluate(training, options, eval_data, "after")

@@ -47,6 +47,16 @@ def test_each_help_page_has_a_command_that_parses_the_exit_codes_and_named_group
     assert len(re.findall(r"(?m)^[a-z ,-]+:$", shown)) >= 2
 
 
+@pytest.mark.parametrize("command", ["train", "sft", "distill"])
+def test_each_option_of_a_loop_is_one_line_of_a_named_group(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = help_of(command, capsys)
+    options = shown[shown.index("\noptions:\n") :].strip().splitlines()
+    wrapped = [line for line in options if line and not re.match(r"  -|[a-z ,-]+:$", line)]
+    assert not wrapped, wrapped
+    assert "examples/" not in shown  # an installed package has no such folder
+
+
 def test_the_help_of_train_lists_every_algorithm(capsys):
     shown = help_of("train", capsys)
     names = {path.stem for path in (ROOT / "examples" / "algorithms").glob("[a-z]*.py")}

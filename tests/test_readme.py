@@ -73,7 +73,7 @@ def test_the_transcript_is_what_the_command_prints(tmp_path):
     shown = transcript.splitlines()
     printed = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
     assert re.search(r"(?m)^warning: every completion of cycle \d+ was cut off", done.stderr)
-    cycle = re.compile(r"cycle \d+  version \d+  reward/mean (\S+)  (loss \S+|skipped: .*)  tokens \d+  \S+ s")
+    cycle = re.compile(r"cycle \d+ +reward/mean (\S+) .* \d:\d\d:\d\d left(  skipped: .*)?")
     assert shown[1].split()[:6] == printed[1].split()[:6]
     assert all(cycle.fullmatch(line) for line in [*shown[1:4], *printed[1:41]])
     summary = json.loads(transcript.splitlines()[-1])

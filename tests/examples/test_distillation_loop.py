@@ -1,5 +1,6 @@
 """On-policy distillation."""
 
+import itertools
 import json
 import re
 import signal
@@ -89,8 +90,9 @@ def test_a_teacher_may_be_a_saved_state_and_both_runs_are_ended(run_loop, folder
     cycles = ("--sample-json", "two.jsonl", "--cycles", "4", *SMALL)
     done = run_loop("distillation_loop", "--teacher-state", state_id, *cycles, **env)
     assert done.returncode == 0, done.stderr
-    tokens = re.findall(r"tokens (\d)", done.stderr)
-    assert sorted(tokens[:2]) == sorted(tokens[2:]) == ["2", "3"]  # each prompt once an epoch
+    so_far = [0, *map(int, re.findall(r"(\d+) tokens ", done.stderr))]  # sampled and trained
+    tokens = [after - before for before, after in itertools.pairwise(so_far)]
+    assert sorted(tokens[:2]) == sorted(tokens[2:]) == [4, 6]  # each prompt once an epoch
     assert left_behind(remote, done) == ("closed", ["finished", "finished"])
 
     lost = run_loop("distillation_loop", "--teacher-state", "state-none", *cycles, **env)

@@ -8,7 +8,7 @@ import pytest
 import safetensors_file
 from between import Between, changing_results
 from gate import Gate
-from loop_runs import GRPO, training_on, write_requests
+from loop_runs import GRPO, metrics_of, training_on, write_requests
 from scripted_server import ScriptedServer, operation, reply, run
 from whitney_loop.local import serve
 from whitney_loop.loop import merged_results
@@ -139,11 +139,12 @@ def test_a_null_logprob_is_named_by_request_and_position(train, remote):
 # A payload in parts: --max-datums
 
 
-def test_a_payload_in_parts_has_the_gradient_of_the_whole(train):
+def test_a_payload_in_parts_has_the_gradient_of_the_whole(train, tmp_path):
     def trained(*arguments):
-        done = train(GRPO, "--batch-size", "4", "--cycles", "1", *arguments)
+        file = f"{len(arguments)}.jsonl"
+        done = train(GRPO, "--batch-size", "4", "--cycles", "1", "--metrics", file, *arguments)
         assert done.returncode == 0, done.stderr
-        return done, float(re.findall(r"loss (\S+)", done.stderr)[0])
+        return done, metrics_of(tmp_path / file)[0]["loss/sum"]
 
     whole, loss = trained()
     parts, loss_of_parts = trained("--max-datums", "5")

@@ -1,6 +1,8 @@
 """--dry-run: everything that needs no session is checked, and nothing is created."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,43 @@ def test_every_loop_has_a_dry_run_that_creates_nothing(run_loop, tmp_path, remot
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert done.stderr.endswith(LAST_LINE) and remote.api_key not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["data.jsonl", "one.jsonl"]
+
+
+def costs_at_most(done):
+    """{operation or kind of tokens: number} of the line that tells the cost."""
+    [line] = re.findall(r"(?m)^this run costs at most: (.*) \(prompts, ", done.stderr)
+    return {name: int(number) for number, name in (part.split(" ", 1) for part in line.split(", "))}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("rl_loop", ("--build-loss", GRPO, "--cycles", "4", "--save-every", "2")),
+        ("rl_loop", ("--build-loss", GRPO, "--updates", "2", "--minibatches", "3", "--max-datums", "1")),
+        ("sft_loop", ("--epochs", "2", "--batch-size", "5", "--save-every", "1")),
+        ("distillation_loop", ("--cycles", "3", "--save-every", "2")),
+    ],
+)
+def test_a_dry_run_tells_what_the_run_costs_at_most(run_loop, script, arguments):
+    write_requests(Path("many.jsonl"), ["the "], num_samples=16)
+    sampled = () if script == "sft_loop" else ("--sample-json", "many.jsonl")
+    arguments = (*arguments, *sampled, "--lora-rank", "1", "--seed", "1")
+    most = costs_at_most(run_loop(script, *arguments, "--dry-run"))
+    summary = run_loop(script, *arguments).summary
+    tokens = {"sampled tokens": summary["tokens_sampled"], "trained tokens": summary["tokens_trained"]}
+    costs = {name: number for name, number in (summary["operations"] | tokens).items() if number}
+    assert costs.keys() == most.keys()
+    exact = costs.keys() - tokens.keys() - {"logprobs"}  # every group here has a signal; some completions are empty
+    assert {name: costs[name] for name in exact} == {name: most[name] for name in exact}
+    assert all(number <= most[name] for name, number in costs.items())
+
+
+def test_the_cost_of_a_resumed_run_is_that_of_its_own_cycles(run_loop):
+    first = run_loop(*RL[:1], *RL[2:], "--seed", "1", "--metrics", "m.jsonl", "--cycles", "3", "--local")
+    assert first.returncode == 0, first.stderr
+    again = ("--metrics", "m.jsonl", "--resume-from", "last", "--cycles", "4", "--save-every", "2", "--local")
+    most = costs_at_most(run_loop(*RL, *again))
+    assert (most["optim_step"], most["save_state"]) == (4, 3)  # after cycles 3, 5 and at the end
 
 
 def test_a_dry_run_warns_of_everything_that_is_known_beforehand(run_loop, tmp_path, remote):

@@ -4,6 +4,7 @@
 ``run_training`` opens a run and closes it on every exit, and the loop's own ``train`` calls the client.
 """
 
+from whitney_loop.loop.cost import distillation_cost, rl_cost, sft_cost
 from whitney_loop.loop.cycle import Cycle
 from whitney_loop.loop.metrics import mean_loss, merged_results, trained_tokens
 from whitney_loop.loop.options import REQUIRED, LoopOptions, UsageError, option, parse_options
@@ -34,6 +35,7 @@ __all__ = [
     "UserLoss",
     "Work",
     "batch_of_step",
+    "distillation_cost",
     "evaluation_payloads",
     "fingerprint",
     "formatted",
@@ -47,8 +49,10 @@ __all__ = [
     "read_examples",
     "read_requests",
     "requests_of_cycle",
+    "rl_cost",
     "run_training",
     "say",
+    "sft_cost",
     "steps_in",
     "train_on_examples",
     "trained_tokens",

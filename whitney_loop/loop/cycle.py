@@ -122,10 +122,14 @@ class Cycle:
         training.warnings.completions(self._sampled, self._number)
         training.warnings.signal(bool(skipped), users.get("reward/mean", users.get("reward")))
         training.summary.tokens_sampled += self._sampled["completions/tokens"]
+        reward = "reward/mean" if "reward/mean" in users else "reward"
+        shown = {reward: users.get(reward), "kl": own.get("kl/k3"), "grad_norm": own.get("optim/grad_norm")}
+        others = {name: value for name, value in users.items() if name != reward and not name.endswith("/std")}
+        notes = [formatted(others), *(f"skipped: {' '.join(built.skip_reason.split())}" for _ in skipped)]
         add_rewards(self._completions, built.metrics)
         add_advantages(self._completions, built.payload)
         self._texts.keep(self._completions)
-        training.record(head | users | own, self._line(head, users))
+        training.record(head | users | own, shown, "  ".join(filter(None, notes)))
         self._texts.show(self._completions)
 
     def _metrics_of_last_pass(self) -> Metrics:
@@ -148,17 +152,6 @@ class Cycle:
             "time/train": trained - built,
             "time/total": trained - start,
         }
-
-    def _line(self, head: Metrics, users: Metrics) -> str:
-        shown = {name: value for name, value in users.items() if not name.endswith("/std")}
-        trained = self._metrics_of_last_pass()
-        loss = {"loss": trained.get("loss/sum"), "clip_frac": trained.get("clip_frac")}
-        skipped = f"skipped: {' '.join(self._built.skip_reason.split())}"
-        result = formatted(loss) if self._built.payload is not None else skipped
-        tokens, seconds = self._sampled["completions/tokens"], self._times[-1] - self._times[0]
-        return "  ".join(
-            filter(None, [formatted(head), formatted(shown), result, f"tokens {tokens}", f"{seconds:.2f} s"])
-        )
 
 
 def minibatches_of(payload: Payload, count: int, origin: str) -> list[Payload]:

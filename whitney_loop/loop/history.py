@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from whitney_loop.loop.lines import LinesFile, closed_on_error, opened, parsed_lines, require_writable, superseded_path
+from whitney_loop.loop.lines import (
+    LinesFile,
+    as_json,
+    closed_on_error,
+    opened,
+    parsed_lines,
+    require_writable,
+    superseded_path,
+)
 from whitney_loop.loop.options import LAST, LoopOptions, UsageError, flag_of
 
 _ORDER = "the order of the data would not continue where it was"
@@ -37,6 +45,7 @@ class History:
     cycles: tuple[dict[str, Any], ...] = ()  # the records of those that the state holds
     metrics: LinesFile = field(default_factory=lambda: LinesFile("--metrics"))
     samples: LinesFile = field(default_factory=lambda: LinesFile("--samples"))  # cut back at the same cycle
+    log: Callable[[dict[str, Any]], None] | None = None  # of --log; it is called with each line
 
     def __enter__(self) -> History:
         return self
@@ -78,8 +87,10 @@ class History:
         self.write({"config": config})
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Add one line to the metrics. Raise ValueError if it cannot be written."""
+        """Add one line to the metrics, and call the user's logger with it. Raise ValueError if it cannot be written."""
         self.metrics.write(entry)
+        if self.log is not None:
+            self.log(json.loads(as_json(entry)))
 
 
 def open_history(options: LoopOptions) -> History:

@@ -94,7 +94,7 @@ class LinesFile:
             return
         try:
             for entry in entries:
-                self.file.write(_as_json(entry).encode() + b"\n")
+                self.file.write(as_json(entry).encode() + b"\n")
             self.file.flush()
         except OSError as error:
             raise ValueError(f"{self.option} {self.path} cannot be written: {error.strerror}") from None
@@ -154,7 +154,8 @@ def superseded_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.superseded")
 
 
-def _as_json(entry: Mapping[str, Any]) -> str:
+def as_json(entry: Mapping[str, Any]) -> str:
+    """A line: null for a number that is not finite, text for what JSON does not know."""
     try:
         return json.dumps(redacted_json(entry), allow_nan=False)
     except (TypeError, ValueError):

@@ -6,6 +6,7 @@ A loop's options are one frozen dataclass: each field is one option, with its de
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import types
 import typing
@@ -21,6 +22,7 @@ LONGEST_TIMEOUT_S = 1e9  # 30 years, which a socket can still take
 LEARNING_RATE = 1e-6  # of Whitney's own example; safe for a language model
 SCHEDULES = ("constant", "linear", "cosine")
 LAST = "last"  # as --resume-from: the newest state in the metrics file
+HELP_COLUMN = 32  # of a help page: behind the longest option
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 
@@ -63,7 +65,7 @@ class LoopOptions:
     )
     engine: str | None = option(
         None,
-        "rehearse on another engine than byte-lm, such as engines.torch_lora:make",
+        "engine to rehearse on, such as engines.torch_lora:make",
         group="where to train",
         metavar="MODULE:CALLABLE",
     )
@@ -74,21 +76,21 @@ class LoopOptions:
 
     learning_rate: float | None = option(
         None,
-        f"of the optimizer, AdamW; default: the one that the engine suggests, if there is one, else {LEARNING_RATE:g}",
+        f"of AdamW; default: what the engine suggests, else {LEARNING_RATE:g}",
         group="optimizer",
     )
     optimizer: Sequence[str] = option(
         (),
-        "grad_clip_norm, weight_decay, beta1, beta2 or eps of AdamW; repeatable",
+        "grad_clip_norm, weight_decay, beta1, beta2 or eps; repeatable",
         group="optimizer",
         metavar="NAME=VALUE",
     )
-    schedule: str = option("constant", "of the learning rate", group="optimizer", choices=SCHEDULES)
+    schedule: str = option("constant", ", ".join(SCHEDULES), group="optimizer", metavar="NAME", choices=SCHEDULES)
     warmup: int = option(0, "cycles in which the learning rate rises", group="optimizer", at_least=0)
 
     stop_at: Sequence[str] = option(
         (),
-        "end if the mean of the last 3 cycles is at least VALUE; repeatable",
+        "end once its mean of 3 cycles is at least VALUE; repeatable",
         group="when to stop",
         metavar="METRIC:VALUE",
     )
@@ -100,6 +102,12 @@ class LoopOptions:
     metrics: Path | None = option(
         None, "write a line of metrics per cycle (see plot)", group="metrics and resumption", metavar="FILE.jsonl"
     )
+    log: str | None = option(
+        None,
+        "your function, called with each record of the metrics",
+        group="metrics and resumption",
+        metavar="MODULE:CALLABLE",
+    )
     save_every: int | None = option(
         None,
         "save a state after every N cycles, and at the end",
@@ -109,7 +117,7 @@ class LoopOptions:
     )
     resume_from: str | None = option(
         None,
-        f"continue from a saved state at its next cycle; {LAST!r}: the newest in the file of --metrics",
+        f"continue from a saved state; {LAST!r}: the newest in --metrics",
         group="metrics and resumption",
         metavar="STATE_ID",
     )
@@ -117,7 +125,9 @@ class LoopOptions:
         None, "the next cycle, if no metrics file tells it", group="metrics and resumption", metavar="N", at_least=0
     )
 
-    dry_run: bool = option(False, "check everything that needs no session, then stop", group="start and clean-up")
+    dry_run: bool = option(
+        False, "check everything that needs no session, tell the cost, and stop", group="start and clean-up"
+    )
     journal: Path | None = option(
         None, "file that names the session, to close it after a kill", group="start and clean-up", metavar="PATH"
     )
@@ -135,7 +145,7 @@ def parse_options(kind: type[Options], arguments: Sequence[str] | None, descript
         prog=prog,
         usage=" ".join([prog, *shown, "[OPTIONS]"]),  # all options here would hide the error below them
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=HELP_COLUMN),
         allow_abbrev=False,
     )
     kinds = typing.get_type_hints(kind)

@@ -40,7 +40,7 @@ ORDER = ["reward", "loss", "kl", "ratio", "ess", "clip_frac", "groups", "complet
 ORDER += ["provider", "time"]
 UNCOMPARED_OPTIONS = frozenset(  # they change no curve: run length, paths, ids
     {"cycles", "first_cycle", "resume_from", "started", "session_id", "run_id", "save_every", "metrics", "storage"}
-    | {"stop_at", "token_budget", "max_minutes"}
+    | {"stop_at", "token_budget", "max_minutes", "log"}
     | {"journal", "recover", "timeout", "base_url", "ca_file", "local", "optimizer"}
 )
 UNITS = {  # of a metric, or of all metrics of a group

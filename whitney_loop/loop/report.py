@@ -108,14 +108,6 @@ def terminal_columns() -> int:
         return USUAL_COLUMNS
 
 
-def on_a_terminal() -> bool:
-    """Whether a person may be looking at the lines of progress."""
-    try:
-        return bool(sys.stderr.isatty())
-    except (AttributeError, ValueError):  # it is closed, or a stream of the user's own
-        return False
-
-
 def formatted(metrics: Mapping[str, Any]) -> str:
     """``name value`` pairs for a progress line, without those that are None."""
     shown = {

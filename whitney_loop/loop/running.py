@@ -19,8 +19,10 @@ import whitney_loop
 from whitney_loop.build_loss import LoopContext
 from whitney_loop.errors import keep_out_of_errors
 from whitney_loop.lifecycle import lora_run, stop_waiting, training_session
+from whitney_loop.loop.cost import Cost, cost_line, saving_cost
 from whitney_loop.loop.history import History, open_history
 from whitney_loop.loop.journal import check_journal, kept_journal, recover_session
+from whitney_loop.loop.log import load_log
 from whitney_loop.loop.options import LEARNING_RATE, LoopOptions, Options, UsageError, check_ranges
 from whitney_loop.loop.place import Place, load_engine, open_place, require_within_limits
 from whitney_loop.loop.prompts import SEED_BITS
@@ -42,6 +44,8 @@ class Work:
     operations: Sequence[str]  # that the service must offer
     data: Mapping[str, Any]  # facts of the data set, kept in the metrics file; data_sha256 must stay on a resumption
     train: Callable[[Training], None]
+    cost: Cost  # at most, without saved states and the adapter
+    saved_runs: int = 1  # that a saved state consists of: the trained one, and those beside it
     requests: Sequence[Mapping[str, Any]] = field(default_factory=list)  # that will be sampled
     loss_function: str | None = None  # if it is known beforehand
     notes: Sequence[str] = ()  # to be printed before the training
@@ -85,6 +89,7 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
         work = prepare(options, history.first_cycle)
         config = _config(options, work)
         history.require_same(config)
+        history.log = load_log(options.log, Warnings(summary.warnings)) if options.log else None
         if backend:
             require_within_limits(backend, options, work.loss_function)
         with open_place(options, backend) as place:
@@ -103,6 +108,7 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
             journal_note = check_journal(options.journal, recover=options.recover)
             if options.dry_run:
                 say(f"{journal_note}; the service takes the key and offers {', '.join(operations)}")
+                say(cost_line(work.cost + saving_cost(work.cycles, options.save_every, work.saved_runs)))
                 say("dry run: everything that needs no session was checked; none was created")
                 return
             summary.where = "the embedded service" if place.embedded else "the service of the base URL"

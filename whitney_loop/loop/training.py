@@ -13,7 +13,8 @@ from whitney_loop.loop.finite import is_not_finite, not_finite, reported_loss
 from whitney_loop.loop.history import History
 from whitney_loop.loop.metrics import Payload
 from whitney_loop.loop.options import LoopOptions
-from whitney_loop.loop.report import Summary, formatted, on_a_terminal, say
+from whitney_loop.loop.progress import progress_line
+from whitney_loop.loop.report import Summary, say
 from whitney_loop.loop.schedule import full_optimizer, scheduled_optimizer
 from whitney_loop.loop.second_runs import SecondRuns
 from whitney_loop.loop.signals import raise_if_signalled
@@ -53,6 +54,8 @@ class Training:
         self._cycles = cycles
         self._history = history
         self._started = self._cycle_started = time.monotonic()
+        self._shown: Any = None  # the first metric of the last line of progress
+        self._tokens = 0  # sampled and trained until then
         self._stops = Stops(options, history.cycles)
         summary.ended_by = self._stops.reached(0)  # a resumed run may have reached its goal
         self.next_cycle = cycles.start  # after the last whole cycle
@@ -69,8 +72,8 @@ class Training:
             self.optimizer = scheduled_optimizer(self._options, cycle, self.end)
             yield cycle
 
-    def record(self, entry: Mapping[str, Any], line: str) -> None:
-        """Keep the metrics of a cycle, and print its line of progress.
+    def record(self, entry: Mapping[str, Any], shown: Mapping[str, Any], note: str = "") -> None:
+        """Keep the metrics of a cycle, and print its line of progress: the metrics in ``shown``, and a note behind it.
 
         ``entry["cycle"]`` is its number; with ``entry["skipped"]`` it counts as one without an optimizer step.
         """
@@ -79,15 +82,23 @@ class Training:
         self.next_cycle, self._whole_steps = entry["cycle"] + 1, self._steps()
         self._history.write(entry)
         self._stops.take(entry)
-        self.summary.ended_by = self._stops.reached(self.summary.tokens_sampled + self.summary.tokens_trained)
-        if on_a_terminal():
-            done = entry["cycle"] + 1 - self._cycles.start
-            line += "  " + rate_and_time_left(time.monotonic() - self._started, done, self.end - 1 - entry["cycle"])
-        say(line)
+        tokens = self.summary.tokens_sampled + self.summary.tokens_trained
+        self.summary.ended_by = self._stops.reached(tokens)
+        say(f"{self._line(entry['cycle'], shown, tokens)}  {note}".rstrip())
         if entry["cycle"] == self._cycles.start:
             self.warnings.unknown_metrics(self._stops.unknown(), entry)
             if self._history.state_id:
                 self.warnings.lost_state(sorted(map(str, self.ctx.state)))
+
+    def _line(self, cycle: int, shown: Mapping[str, Any], tokens: int) -> str:
+        now = time.monotonic()
+        before, self._shown = self._shown, next(iter(shown.values()))
+        tokens_before, self._tokens = self._tokens, tokens
+        seconds_left = (now - self._started) / (self.next_cycle - self._cycles.start) * (self.end - self.next_cycle)
+        if self._options.max_minutes is not None:
+            seconds_left = min(seconds_left, max(0, 60 * self._options.max_minutes - (now - self._started)))
+        tokens_per_s = (tokens - tokens_before) / max(now - self._cycle_started, 1e-9)
+        return progress_line(cycle, shown, before, tokens_per_s=tokens_per_s, tokens=tokens, seconds_left=seconds_left)
 
     def require_finite(self, cycle: int, payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a result of ``forward_backward`` holds a number that is NaN or infinite.
@@ -118,17 +129,18 @@ class Training:
         state_id = self.summary.state_id or self._history.state_id
         return f"The last good state is {state_id}" if state_id else "No state was saved before it"
 
-    def record_step(self, shown: Mapping[str, Any], step: Mapping[str, Any], tokens: int) -> None:
+    def record_step(self, metrics: Mapping[str, Any], shown: str, step: Mapping[str, Any], tokens: int) -> None:
         """Record a cycle of one ``optim_step``, whose result is ``step``, on so many tokens.
 
-        ``shown`` are its number and the metrics for the line of progress; the gradient's norm and the time are added.
+        ``metrics`` are its number and what it was judged by; the line of progress shows the one that ``shown`` names.
         """
-        self.require_finite_step(shown["cycle"], step)
+        self.require_finite_step(metrics["cycle"], step)
+        norm = step.get("grad_norm")
+        optim = {"optim/grad_norm": norm, "optim/learning_rate": self.optimizer["learning_rate"]}
         seconds = time.monotonic() - self._cycle_started
-        optim = {"optim/grad_norm": step.get("grad_norm"), "optim/learning_rate": self.optimizer["learning_rate"]}
-        rest = {**optim, "tokens": tokens, "time/total": seconds}
         self.summary.tokens_trained += tokens
-        self.record({**shown, **rest}, f"{formatted(shown)}  tokens {tokens}  {seconds:.2f} s")
+        entry = {**metrics, **optim, "tokens": tokens, "time/total": seconds}
+        self.record(entry, {shown: metrics[shown], "grad_norm": norm})
 
     def is_first_or_last(self, cycle: int) -> bool:
         return cycle in (self._cycles.start, self.end - 1) or bool(self.summary.ended_by)
@@ -190,12 +202,3 @@ class Training:
     def exported(self, result: Mapping[str, Any]) -> None:
         """Keep where ``export_lora`` put the adapter."""
         self.summary.artifact = dict(result)
-
-
-def rate_and_time_left(seconds: float, done: int, left: int) -> str:
-    """How fast cycles go, and how long the remaining ones will take at that rate."""
-    each = seconds / done
-    rate = f"{each:.1f} s/cycle" if each >= 1 else f"{1 / max(each, 1e-9):.1f} cycles/s"
-    minutes, rest = divmod(round(each * left), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{rate}  {hours}:{minutes:02}:{rest:02} left"

@@ -1,0 +1,81 @@
+"""What a run can cost at most: its operations and tokens, which ``--dry-run`` prints before anything is billed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whitney_loop.datums import Datum
+from whitney_loop.loop.metrics import trained_tokens
+from whitney_loop.loop.supervised import steps_in
+
+SAMPLED, TRAINED = "sampled tokens", "trained tokens"  # the keys of a cost beside the names of operations
+Cost = Counter[str]
+
+
+def rl_cost(
+    requests: Sequence[Mapping[str, Any]],
+    *,
+    cycles: int,
+    batch_size: int,
+    updates: int,
+    minibatches: int,
+    max_datums: int | None,
+) -> Cost:
+    """The cost of so many cycles, if each sample is as long as it may be and each group has a gradient signal."""
+    data = batch_size * max(request["num_samples"] for request in requests)
+    tokens = batch_size * max(map(_most_tokens, requests))
+    steps = min(minibatches, data)
+    parts = sum(_divided_up(len(range(first, data, steps)), max_datums or data) for first in range(steps))
+    each = Cost({"save_weights_for_sampler": 1, "sample": batch_size, "forward_backward": updates * parts})
+    each += Cost({"optim_step": updates * steps, SAMPLED: tokens, TRAINED: updates * tokens})
+    return _times(cycles, each)
+
+
+def sft_cost(data: Sequence[Datum], *, cycles: int, batch_size: int, eval_data: Sequence[Datum] = ()) -> Cost:
+    """The cost of so many optimizer steps, and of an evaluation before and after them."""
+    epochs = _divided_up(cycles, steps_in(data, 1, batch_size))
+    cost = Cost({"forward_backward": cycles, "optim_step": cycles, TRAINED: epochs * trained_tokens({"data": data})})
+    return cost + Cost({"forward": 2 * _divided_up(len(eval_data), batch_size)})
+
+
+def distillation_cost(
+    requests: Sequence[Mapping[str, Any]],
+    cycles: int,
+    teacher_data: Sequence[Datum],
+    teacher_epochs: int,
+    teacher_batch: int,
+) -> Cost:
+    """The cost of so many cycles, and of the training of the teacher, if it has data."""
+    teacher_steps = steps_in(teacher_data, teacher_epochs, teacher_batch)
+    teacher = sft_cost(teacher_data, cycles=teacher_steps, batch_size=teacher_batch) if teacher_data else Cost()
+    tokens, scored = max(map(_most_tokens, requests)), max(request["num_samples"] for request in requests)
+    each = Cost({"save_weights_for_sampler": 1, "sample": 1, "logprobs": scored, "forward_backward": 1})
+    each += Cost({"optim_step": 1, SAMPLED: tokens, TRAINED: tokens})
+    return teacher + Cost({"save_weights_for_sampler": 1}) + _times(cycles, each)
+
+
+def saving_cost(cycles: range, save_every: int | None, runs: int) -> Cost:
+    """The cost of the states on the way and at the end, each of so many runs, and of the exported adapter."""
+    on_the_way = (cycles.stop - 1) // save_every - cycles.start // save_every if save_every else 0
+    return Cost({"save_state": runs * (on_the_way + 1), "export_lora": 1})
+
+
+def cost_line(cost: Cost) -> str:
+    counts = ", ".join(f"{count} {name}" for name, count in cost.items())
+    return f"this run costs at most: {counts} (prompts, and what your own function asks for, are not counted)"
+
+
+def _most_tokens(request: Mapping[str, Any]) -> int:
+    tokens: int = request["num_samples"] * request["sampling_params"]["max_tokens"]
+    return tokens
+
+
+def _times(count: int, cost: Cost) -> Cost:
+    return Cost({name: count * each for name, each in cost.items()})
+
+
+def _divided_up(count: int, size: int) -> int:
+    """The number of parts of at most ``size``."""
+    return -(-count // size)
