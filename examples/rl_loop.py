@@ -118,9 +118,7 @@ def train(training: Training, options: Options, loss: UserLoss, requests: Sequen
         saved = client.run_operation(run, "save_weights_for_sampler", {})
         sampler = cycle.snapshot(saved)
         with named_in_errors(cycle.requests):
-            samples = client.sampler_operations(run, sampler, "sample", cycle.requests)
-        for index, sample in enumerate(samples):
-            cycle.arrived(index, sample)
+            samples = client.sampler_operations(run, sampler, "sample", cycle.requests, on_result=cycle.arrived)
 
         # Score: your function turns the samples into what to train on, or None if they teach nothing.
         payload = cycle.build_loss(samples)

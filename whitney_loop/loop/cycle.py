@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from whitney_loop.client import result_sampler_id, result_sequences
+from whitney_loop.errors import UnexpectedResponse
 from whitney_loop.loop.metrics import (
     Metrics,
     Payload,
@@ -18,7 +19,7 @@ from whitney_loop.loop.metrics import (
     trained_tokens,
     user_metrics,
 )
-from whitney_loop.loop.prompts import Request, named_in_errors
+from whitney_loop.loop.prompts import Request
 from whitney_loop.loop.report import formatted
 from whitney_loop.loop.training import Training
 from whitney_loop.loop.user_loss import Built, UserLoss, build
@@ -51,9 +52,12 @@ class Cycle:
         return self._training.ctx.sampler_id
 
     def arrived(self, index: int, sample: Payload) -> None:
-        """Take the sample of one request, in their order: check it, and start its rewards."""
-        with named_in_errors([self.requests[index]]):
-            sequences = result_sequences(sample)  # raises if it cannot be trained on
+        """Take the sample of a request as soon as it is there: check it, and start its rewards."""
+        try:
+            sequences = result_sequences(sample)
+        except UnexpectedResponse as error:  # it cannot be trained on
+            error.index = index
+            raise
         if self._loss.has_reward:
             self._loss.rewards.start(sequences, self.requests[index])
 
