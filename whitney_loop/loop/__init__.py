@@ -5,6 +5,7 @@
 """
 
 from whitney_loop.loop.cycle import Cycle
+from whitney_loop.loop.evaluation import Evaluation, read_held_out
 from whitney_loop.loop.metrics import mean_loss, merged_results, trained_tokens
 from whitney_loop.loop.options import REQUIRED, LoopOptions, UsageError, option, parse_options
 from whitney_loop.loop.prompts import (
@@ -25,6 +26,7 @@ from whitney_loop.loop.user_loss import UserLoss, load_user_loss
 __all__ = [
     "REQUIRED",
     "Cycle",
+    "Evaluation",
     "LoopOptions",
     "Request",
     "Training",
@@ -43,6 +45,7 @@ __all__ = [
     "option",
     "parse_options",
     "read_examples",
+    "read_held_out",
     "read_requests",
     "requests_of_cycle",
     "run_training",

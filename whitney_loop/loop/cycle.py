@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from whitney_loop.client import result_sampler_id, result_sequences
-from whitney_loop.errors import UnexpectedResponse
+from whitney_loop.client import result_sampler_id
 from whitney_loop.loop.metrics import (
     Metrics,
     Payload,
@@ -22,7 +21,7 @@ from whitney_loop.loop.metrics import (
 from whitney_loop.loop.prompts import Request
 from whitney_loop.loop.report import formatted
 from whitney_loop.loop.training import Training
-from whitney_loop.loop.user_loss import Built, UserLoss, build
+from whitney_loop.loop.user_loss import Built, UserLoss, build, take_sample
 
 OWN_NAMES = frozenset({"skipped", "state_id", "next_cycle", "config"})  # of the metrics file, beside a cycle's metrics
 
@@ -53,13 +52,7 @@ class Cycle:
 
     def arrived(self, index: int, sample: Payload) -> None:
         """Take the sample of a request as soon as it is there: check it, and start its rewards."""
-        try:
-            sequences = result_sequences(sample)
-        except UnexpectedResponse as error:  # it cannot be trained on
-            error.index = index
-            raise
-        if self._loss.has_reward:
-            self._loss.rewards.start(sequences, self.requests[index])
+        take_sample(self._loss, self.requests, index, sample)
 
     def build_loss(self, samples: list[Payload]) -> Payload | None:
         """Call the user's function. Return what to train on, or None if no group has a gradient signal."""

@@ -39,6 +39,7 @@ class Training:
         self.end = cycles.stop
         self.summary = summary
         self.warnings = Warnings(summary.warnings)
+        self.earlier_cycles = history.cycles  # the records of the run that is resumed
         self._second_runs = SecondRuns(options, ctx, history)
         ctx.second_run = self._second_runs.open
         self._options = options
@@ -80,6 +81,12 @@ class Training:
             self.warnings.unknown_metrics(self._stops.unknown(), entry)
             if self._history.state_id:
                 self.warnings.lost_state(sorted(map(str, self.ctx.state)))
+
+    def record_evaluation(self, entry: Mapping[str, Any], line: str) -> None:
+        """Keep the metrics of an evaluation before the cycle ``entry["cycle"]``, and print a line."""
+        self._history.write(entry)
+        self._stops.take(entry)
+        say(line)
 
     def require_finite(self, cycle: int, payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a result of ``forward_backward`` holds a number that is NaN or infinite.
