@@ -21,6 +21,7 @@ from whitney_loop.callables import algorithms
 from whitney_loop.loop import (
     REQUIRED,
     Cycle,
+    Evaluation,
     LoopOptions,
     Request,
     Texts,
@@ -34,6 +35,7 @@ from whitney_loop.loop import (
     notes_on_groups,
     option,
     parse_options,
+    read_held_out,
     read_requests,
     requests_of_cycle,
     rl_cost,
@@ -68,6 +70,15 @@ class Options(LoopOptions):
     )
     batch_size: int = option(1, "requests per cycle", group="loss and data", at_least=1)
     cycles: int = option(2, "how many to train, from the first or the resumed one", group="loss and data", at_least=1)
+    eval_json: Path | None = option(
+        None, "held-out prompts, sampled without training", group="evaluation", metavar="FILE"
+    )
+    eval_every: int = option(
+        10, "evaluate before every Nth cycle, from 0 on, and at the end", group="evaluation", metavar="N", at_least=1
+    )
+    save_best: bool = option(
+        False, "save a state when the mean reward of an evaluation is the best so far", group="evaluation"
+    )
     updates: int = option(1, "passes over the samples of each cycle", group="optimizer", at_least=1)
     minibatches: int = option(1, "optimizer steps of a pass, on shuffled samples", group="optimizer", at_least=1)
     max_datums: int | None = option(
@@ -96,7 +107,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:
 
 def prepare(options: Options, first_cycle: int) -> Work:
     """Load and check what the user gave, before anything is created."""
-    loss = load_user_loss(options.build_loss, options.provider, options.reward, options.reward_threads)
+    loss = load_user_loss(
+        options.build_loss,
+        options.provider,
+        reward=options.reward,
+        reward_threads=options.reward_threads,
+        evaluates=options.eval_json is not None,
+    )
     requests = read_requests(options.sample_json, embedded=options.local)
     if options.batch_size > len(requests):
         raise UsageError(
@@ -105,15 +122,18 @@ def prepare(options: Options, first_cycle: int) -> Work:
         )
     if options.samples_per_group and not options.samples:
         raise UsageError("--samples-per-group needs --samples FILE.jsonl")
+    held_out, notes = read_held_out(options.eval_json, loss, requests, save_best=options.save_best)
     operations = ["save_weights_for_sampler", "sample", "forward_backward", "optim_step"]
-    notes = notes_on_groups(requests)
+    operations += ["save_state"] if options.save_best else []
     if loss.build_batch_loss:
-        notes = [f"--build-loss {options.build_loss}: build_batch_loss of its module is called once a cycle instead"]
+        notes += [f"--build-loss {options.build_loss}: build_batch_loss of its module is called once a cycle instead"]
+    else:
+        notes += notes_on_groups(requests)
     return Work(
         cycles=range(first_cycle, first_cycle + options.cycles),
         operations=[*operations, *loss.operations],
         data={"requests": len(requests), "data_sha256": fingerprint(requests)},
-        train=lambda training: train(training, options, loss, requests),
+        train=lambda training: train(training, options, loss, requests, held_out),
         cost=rl_cost(
             requests,
             cycles=options.cycles,
@@ -128,11 +148,14 @@ def prepare(options: Options, first_cycle: int) -> Work:
     )
 
 
-def train(training: Training, options: Options, loss: UserLoss, requests: Sequence[Request]) -> None:
+def train(
+    training: Training, options: Options, loss: UserLoss, requests: Sequence[Request], held_out: Sequence[Request]
+) -> None:
     """The documented cycle, as often as asked; then a saved state and an exported adapter."""
     client, run = training.client, training.run_id
     training.ctx.reward = loss.rewards.of
     texts = Texts(training, loss.decode, show_every=options.show_every, per_group=options.samples_per_group)
+    evaluation = Evaluation(training, loss, held_out, options.eval_every, save_best=options.save_best)
     for number in training.cycles():
         batch = requests_of_cycle(requests, options.batch_size, training.seed, number)
         cycle = Cycle(training, number, loss, batch, texts)
@@ -140,6 +163,7 @@ def train(training: Training, options: Options, loss: UserLoss, requests: Sequen
         # Sample: freeze the weights, and let the service complete every prompt with them.
         saved = client.run_operation(run, "save_weights_for_sampler", {})
         sampler = cycle.snapshot(saved)
+        evaluation.before(number, sampler)
         with named_in_errors(cycle.requests):
             samples = client.sampler_operations(run, sampler, "sample", cycle.requests, on_result=cycle.arrived)
 
@@ -156,6 +180,7 @@ def train(training: Training, options: Options, loss: UserLoss, requests: Sequen
         cycle.record()
         if training.saves_after(number):
             training.saved(client.run_operation(run, "save_state", {}), next_cycle=number + 1)
+    evaluation.after_last()
     training.saved(client.run_operation(run, "save_state", {}), next_cycle=training.next_cycle)
     training.exported(client.run_operation(run, "export_lora", {}))
 

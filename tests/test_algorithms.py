@@ -452,7 +452,7 @@ def test_only_empty_completions_give_no_signal(name, provider):
     module = importlib.import_module(f"algorithms.{name}")
     empty = {"tokens": [], "logprobs": [], "stop_reason": "stop"}
     request = {"prompt": {"token_ids": PROMPT}, "num_samples": 2, "sampling_params": {"max_tokens": 3}}
-    ctx = context(provider)
+    ctx = context(provider, lambda tokens: 0.5)
     ctx.client.sampler_operation = lambda *_: {"sequences": [empty, empty]}  # of a resample
     with pytest.raises(NoGradientSignal):
         module.build_loss({"sequences": [empty, empty]}, 0, request, ctx)

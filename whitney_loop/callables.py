@@ -133,3 +133,17 @@ def require_parameters(function: Callable[..., Any], name: str, arguments: Seque
         raise ValueError(
             f"{option}: {name}{signature} cannot be called with {count}: ({', '.join(arguments)})"
         ) from None
+
+
+def optional_callable(
+    module: ModuleType, name: str, arguments: Sequence[str], option: str
+) -> Callable[..., Any] | None:
+    """The callable ``name`` of a module, or None if it has nothing of that name.
+
+    Raise ValueError, naming ``option``, if it cannot be called with these positional arguments.
+    """
+    if not hasattr(module, name):
+        return None
+    function = callable_of(module, name, option)
+    require_parameters(function, name, arguments, option)
+    return function

@@ -1,12 +1,14 @@
 """``--reward``: how the user's reward is found, called, computed beside the sampling, and asked for by algorithms."""
 
+import importlib
 import signal
 import threading
 
 import pytest
 
+from between import Between
 from loop_process import start_loop
-from loop_runs import GRPO, metrics_of
+from loop_runs import GRPO, metrics_of, training_on
 from whitney_loop.loop import Request, write_prompts
 from whitney_loop.loop.report import CallableError
 from whitney_loop.loop.rewards import Rewards
@@ -49,6 +51,15 @@ import sys, threading
 def reward(tokens, request):
     print("the reward hangs", file=sys.stderr, flush=True)
     threading.Event().wait()
+"""
+TELLS = """
+import threading
+
+scored = threading.Event()
+
+def reward(tokens, request):
+    scored.set()
+    return tokens[0]
 """
 
 
@@ -167,3 +178,33 @@ def test_another_completion_or_request_is_scored_at_once():
     assert rewards.of(sequences[0], REQUEST) == 1.0
     with pytest.raises(CallableError, match="raised KeyError in cycle 0 for a changed request"):
         rewards.of(sequences[0], {"metadata": {}})
+
+
+class SecondWaits(Between):
+    """A service whose second sample ends only after the event ``scored``."""
+
+    def __init__(self, service, scored):
+        super().__init__(service)
+        self.scored, self.samples, self.in_time = scored, [], True
+
+    def after(self, path, body, answer):
+        if "/samplers/" in path and body:
+            self.samples.append(answer["operation_id"])
+            return answer | {"status": "queued", "result": None}
+        return answer
+
+    def before(self, path):
+        if len(self.samples) == 2 and self.samples[1] in path:
+            self.in_time = self.scored.wait(timeout=20)
+
+
+def test_a_sample_is_scored_while_later_ones_are_still_on_their_way(run_loop, tmp_path, remote, monkeypatch):
+    (tmp_path / "tells.py").write_text(TELLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_prompts(tmp_path / "two.jsonl", [([97], {}), ([98], {})], num_samples=2, max_tokens=1)
+    data = ("--sample-json", "two.jsonl", "--batch-size", "2", "--model", "byte-lm", "--lora-rank", "1")
+    with SecondWaits(remote, importlib.import_module("tells").scored) as service:
+        run_loop(
+            "rl_loop", "--build-loss", GRPO, "--reward", "tells:reward", "--cycles", "1", *data, **training_on(service)
+        )
+    assert len(service.samples) == 2 and service.in_time

@@ -195,7 +195,7 @@ def test_a_state_is_saved_before_an_early_end_and_resuming_it_gives_the_same_ada
 
 
 def test_a_bad_answer_to_a_sample_saves_the_state_of_the_cycles_before(loop, service, interrupt_at, monkeypatch):
-    from whitney_loop.loop import cycle
+    from whitney_loop.loop import user_loss
 
     def bad(sample):
         if len(asked) == 2:
@@ -203,7 +203,7 @@ def test_a_bad_answer_to_a_sample_saves_the_state_of_the_cycles_before(loop, ser
         asked.append(sample)
 
     asked = []
-    monkeypatch.setattr(cycle, "result_sequences", bad)
+    monkeypatch.setattr(user_loss, "result_sequences", bad)
     code, summary, err = loop(service, service.base_url, 4)
     assert (code, summary["next_cycle"]) == (1, 2), err
     assert err.splitlines()[-1] == "error: sample.json: sample: result.sequences is missing"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from loop_runs import left_behind, training_on, write_requests
+from loop_runs import GRPO, left_behind, training_on, write_requests
 from scripted_server import ScriptedServer, reply
 
 MINE = """
@@ -291,6 +291,23 @@ def test_a_loop_that_skips_every_cycle_fails_but_ends_cleanly(train, remote):
     done = train("mine:skips")
     assert done.returncode == 1 and "every cycle was skipped" in done.stderr
     assert left_behind(remote, done) == ("closed", ["finished"])
+
+
+SPARSE = """
+def reward(tokens, request):
+    return tokens == list(b"four")
+"""
+
+
+def test_a_rehearsal_that_skips_every_cycle_says_what_it_has_exercised_and_how_to_go_on(train, run_loop, folder):
+    (folder / "sparse.py").write_text(SPARSE)
+    done = run_loop("rl_loop", "--build-loss", GRPO, "--reward", "sparse:reward", "--lora-rank", "1", "--seed", "1")
+    assert done.returncode == 1 and done.summary["cycles_skipped"] == 2
+    assert (
+        "\nexercised: sampling, your functions, save_state, export_lora and the clean-up; not exercised:" in done.stderr
+    )
+    assert "\nto go on: " in done.stderr and "part marks" in done.stderr and "--engine" in done.stderr
+    assert "exercised" not in train("mine:skips").stderr  # of another service
 
 
 def test_a_group_without_signal_is_left_out(train):

@@ -6,6 +6,7 @@
 
 from whitney_loop.loop.cost import distillation_cost, rl_cost, sft_cost
 from whitney_loop.loop.cycle import Cycle
+from whitney_loop.loop.evaluation import Evaluation, read_held_out
 from whitney_loop.loop.metrics import mean_loss, merged_results, trained_tokens
 from whitney_loop.loop.options import REQUIRED, LoopOptions, UsageError, option, parse_options
 from whitney_loop.loop.prompts import (
@@ -27,6 +28,7 @@ from whitney_loop.loop.user_loss import UserLoss, load_user_loss
 __all__ = [
     "REQUIRED",
     "Cycle",
+    "Evaluation",
     "LoopOptions",
     "Request",
     "Texts",
@@ -47,6 +49,7 @@ __all__ = [
     "option",
     "parse_options",
     "read_examples",
+    "read_held_out",
     "read_requests",
     "requests_of_cycle",
     "rl_cost",

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from whitney_loop.errors import UnexpectedResponse
 from whitney_loop.loop.metrics import (
     Metrics,
     Payload,
@@ -22,8 +21,8 @@ from whitney_loop.loop.prompts import Request
 from whitney_loop.loop.report import formatted
 from whitney_loop.loop.samples import Completion, Texts, add_advantages, add_rewards, completions_of
 from whitney_loop.loop.training import Training
-from whitney_loop.loop.user_loss import Built, UserLoss, build
-from whitney_loop.results import result_sampler_id, result_sequences
+from whitney_loop.loop.user_loss import Built, UserLoss, build, take_sample
+from whitney_loop.results import result_sampler_id
 
 OWN_NAMES = frozenset({"skipped", "state_id", "next_cycle", "config"})  # of the metrics file, beside a cycle's metrics
 
@@ -57,14 +56,8 @@ class Cycle:
         return self._training.ctx.sampler_id
 
     def arrived(self, index: int, sample: Payload) -> None:
-        """Take the sample of one request as soon as it has come: check it, and start its rewards."""
-        try:
-            sequences = result_sequences(sample)  # raises if it cannot be trained on
-        except UnexpectedResponse as error:
-            error.index = index
-            raise
-        if self._loss.has_reward:
-            self._loss.rewards.start(sequences, self.requests[index])
+        """Take the sample of a request as soon as it is there: check it, and start its rewards."""
+        take_sample(self._loss, self.requests, index, sample)
 
     def build_loss(self, samples: list[Payload]) -> Payload | None:
         """Call the user's function. Return what to train on, or None if no group has a gradient signal."""

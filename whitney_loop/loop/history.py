@@ -1,7 +1,8 @@
 """The file of ``--metrics``: what a run has done so far, and where it goes on.
 
-It is JSONL, in the order of what happened, of three kinds of lines: ``{"config": …}`` when a run begins or is resumed,
-``{"cycle": …, …}`` with the metrics of a cycle, and ``{"state_id": …, "next_cycle": …}`` when a state was saved, with
+It is JSONL, in the order of what happened, of four kinds of lines: ``{"config": …}`` when a run begins or is resumed,
+``{"cycle": …, "eval/…": …}`` with the metrics of an evaluation before a cycle, ``{"cycle": …, …}`` with those of the
+cycle, and ``{"state_id": …, "next_cycle": …}`` when a state was saved, with
 ``second_runs``, the states of the runs beside it by name. A state's line comes after those of the cycles that it
 holds; what follows it in the file is not part of the state.
 """

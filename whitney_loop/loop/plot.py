@@ -115,7 +115,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_
 def read_run(path: Path) -> Run:
     """The configurations of a run, and its cycles in order."""
     entries = [line.entry for line in read_lines(path)]
-    by_cycle = {entry["cycle"]: entry for entry in entries if _can_be_drawn(entry.get("cycle"))}
+    by_cycle: dict[float, dict[str, Any]] = {}
+    for entry in entries:
+        if _can_be_drawn(entry.get("cycle")):  # an evaluation and its cycle are two lines
+            by_cycle[entry["cycle"]] = by_cycle.get(entry["cycle"], {}) | entry
     configs = [entry["config"] for entry in entries if isinstance(entry.get("config"), dict)]
     return Run(str(path), configs or [{}], [by_cycle[cycle] for cycle in sorted(by_cycle)])
 

@@ -33,27 +33,22 @@ class Request(dict[str, Any]):
         self.where = where
 
 
-def read_requests(path: Path | None, *, embedded: bool) -> list[Request]:
+def read_requests(path: Path | None, *, embedded: bool, option: str = "--sample-json") -> list[Request]:
     """The checked payloads of ``sample`` in a file: one, an array, or a JSONL of them.
 
     Without a file the embedded service gets the example. Raise UsageError with the file and the line that is wrong.
     """
     if path is None and not embedded:
-        raise UsageError("--sample-json is required unless the embedded service is used (--local rehearses)")
+        raise UsageError(f"{option} is required unless the embedded service is used (--local rehearses)")
     path = path or examples_folder() / "sample.json"
     try:
         text = read_text(path)
+        entries = _lines(path, text) if _is_jsonl(path, text) else _entries(path, text)
+        requests = [_checked(payload, where) for where, payload in entries]
     except ValueError as error:
-        raise UsageError(f"--sample-json {error}") from None
-    requests = []
-    for where, payload in _lines(path, text) if _is_jsonl(path, text) else _entries(path, text):
-        try:
-            check_sample_request(payload, in_file=True)
-        except ValueError as error:
-            raise UsageError(f"--sample-json {where}: {error}{_hint_on_text(payload)}") from None
-        requests.append(Request(payload, where))
+        raise UsageError(f"{option} {error}") from None
     if not requests:
-        raise UsageError(f"--sample-json {path}: holds no request")
+        raise UsageError(f"{option} {path}: holds no request")
     return requests
 
 
@@ -72,6 +67,14 @@ def write_prompts(path: str | Path, prompts: Iterable[tuple[Sequence[int], dict[
         except (TypeError, ValueError) as error:
             raise ValueError(f"prompts[{index}]: {error}") from None
     Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def _checked(payload: Any, where: str) -> Request:
+    try:
+        check_sample_request(payload, in_file=True)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}{_hint_on_text(payload)}") from None
+    return Request(payload, where)
 
 
 def _is_jsonl(path: Path, text: str) -> bool:
@@ -104,9 +107,9 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in text else ""
-        raise UsageError(f"--sample-json {where}: {error.msg} at {line}column {error.colno}") from None
+        raise ValueError(f"{where}: {error.msg} at {line}column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--sample-json {where}: {error}") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _hint_on_text(request: Any) -> str:
@@ -142,6 +145,11 @@ def requests_of_cycle(requests: Sequence[Request], size: int, seed: int, cycle: 
     """The ``size`` requests of a cycle, each with a seed; the order is shuffled anew for each pass over the data."""
     taken = [_at(requests, seed, position) for position in range(cycle * size, (cycle + 1) * size)]
     return [_with_seed(request, f"{seed}:{cycle}:{index}") for index, request in enumerate(taken)]
+
+
+def evaluation_requests(requests: Sequence[Request], seed: int) -> list[Request]:
+    """The requests of every evaluation, each with a seed: the same each time, so that only the weights differ."""
+    return [_with_seed(request, f"{seed}:evaluation:{index}") for index, request in enumerate(requests)]
 
 
 def _at(requests: Sequence[Request], seed: int, position: int) -> Request:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any
 
-from whitney_loop.callables import callable_of, load_module, require_parameters
+from whitney_loop.callables import callable_of, load_module, optional_callable, require_parameters
 from whitney_loop.loop.options import UsageError
 from whitney_loop.loop.prompts import Request
 from whitney_loop.loop.report import CallableError
@@ -90,10 +90,8 @@ def load_rewards(spec: str | None, threads: int) -> Rewards:
     try:
         module, name = load_module(spec or DEFAULT, option)
         function = callable_of(module, name, option)
-        decode = callable_of(module, "decode", option) if hasattr(module, "decode") else None
+        decode = optional_callable(module, "decode", ("tokens",), option)
         require_parameters(function, name, ("text" if decode else "tokens", "request"), option)
-        if decode:
-            require_parameters(decode, "decode", ("tokens",), option)
     except ValueError as error:
         raise UsageError(f"{error}") from None
     return Rewards(function, decode, threads)

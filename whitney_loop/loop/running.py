@@ -35,6 +35,8 @@ from whitney_loop.loop.warnings import Warnings
 if TYPE_CHECKING:
     from whitney_loop.local import Backend
 
+EMBEDDED = "the embedded service"  # as Summary.where
+
 
 @dataclass(frozen=True)
 class Work:
@@ -67,7 +69,7 @@ def run_training(options: Options, prepare: Callable[[Options, int], Work]) -> i
                 _prepare_and_train(options, prepare, summary)
             finally:
                 ignore_signals()
-            code = _judge(summary)
+            code = _judge(summary, is_byte_lm=summary.where == EMBEDDED and options.engine is None)
         except UsageError as error:
             for line in f"error: {error}".splitlines():  # an error at import comes with its traceback
                 say(line)
@@ -111,7 +113,7 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
                 say(cost_line(work.cost + saving_cost(work.cycles, options.save_every, work.saved_runs)))
                 say("dry run: everything that needs no session was checked; none was created")
                 return
-            summary.where = "the embedded service" if place.embedded else "the service of the base URL"
+            summary.where = EMBEDDED if place.embedded else "the service of the base URL"
             summary.base_url, summary.provider = place.client.base_url, options.provider
             summary.model, summary.seed = options.model or "", options.seed
             history.claim()
@@ -236,12 +238,21 @@ def say_how_to_resume(options: LoopOptions, summary: Summary, end: int) -> None:
         say("no state was saved, so there is none to resume from (--save-every N saves them on the way)")
 
 
-def _judge(summary: Summary) -> int:
+def _judge(summary: Summary, *, is_byte_lm: bool) -> int:
     """The exit code of a training that ended by itself, or of a dry run."""
     goal_reached = summary.ended_by is not None and summary.ended_by.startswith("--stop-at")
     if summary.cycles_skipped and not summary.cycles_done and not goal_reached:
         summary.error = "every cycle was skipped: no build_loss found a gradient signal"
         say(f"error: {summary.error}")
+        if is_byte_lm:
+            say(
+                "exercised: sampling, your functions, save_state, export_lora and the clean-up; not exercised: what "
+                "build_loss returns, forward_backward and optim_step"
+            )
+            say(
+                "to go on: the embedded model writes random letters, so a reward for a right answer is 0 for all of "
+                "them. Give part marks, such as for each right letter; or rehearse on a real model by --engine"
+            )
         return 1
     summary.status = "succeeded"
     return 0
@@ -254,6 +265,6 @@ def _report_end(error: BaseException, summary: Summary) -> int:
         return 1
     end = error if isinstance(error, EndedBySignal) else EndedBySignal(signal.SIGINT)
     summary.status = f"ended by {end}"
-    gone = summary.where == "the embedded service"
+    gone = summary.where == EMBEDDED
     say(f"ended by {end}" + (", and with it the embedded service and all that was open on it" if gone else ""))
     return 128 + end.number

@@ -48,6 +48,7 @@ class Training:
         self.warnings = Warnings(summary.warnings)
         self.samples = history.samples  # the file of --samples
         self.decode = decode  # of the engine
+        self.earlier_cycles = history.cycles  # the records of the run that is resumed
         self._second_runs = SecondRuns(options, ctx, history)
         ctx.second_run = self._second_runs.open
         self._options = options
@@ -99,6 +100,12 @@ class Training:
             seconds_left = min(seconds_left, max(0, 60 * self._options.max_minutes - (now - self._started)))
         tokens_per_s = (tokens - tokens_before) / max(now - self._cycle_started, 1e-9)
         return progress_line(cycle, shown, before, tokens_per_s=tokens_per_s, tokens=tokens, seconds_left=seconds_left)
+
+    def record_evaluation(self, entry: Mapping[str, Any], line: str) -> None:
+        """Keep the metrics of an evaluation before the cycle ``entry["cycle"]``, and print a line."""
+        self._history.write(entry)
+        self._stops.take(entry)
+        say(line)
 
     def require_finite(self, cycle: int, payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a result of ``forward_backward`` holds a number that is NaN or infinite.

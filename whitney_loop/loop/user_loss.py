@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whitney_loop.build_loss import LoopContext, NoGradientSignal
-from whitney_loop.callables import callable_of, load_module, require_parameters
+from whitney_loop.callables import callable_of, load_module, optional_callable, require_parameters
+from whitney_loop.client import result_sequences
+from whitney_loop.errors import UnexpectedResponse
 from whitney_loop.loop.metrics import Payload
 from whitney_loop.loop.options import UsageError
+from whitney_loop.loop.prompts import Request
 from whitney_loop.loop.report import CallableError
 from whitney_loop.loop.rewards import Rewards, load_rewards
 from whitney_loop.loop.signals import raise_if_signalled
 from whitney_loop.losses import require_advertised_loss
 from whitney_loop.payloads import check_payload
 
-BATCH_NAME = "build_batch_loss"
+BATCH_NAME, EVALUATE_NAME = "build_batch_loss", "evaluate"
 # With these losses the gradient is 0 if every advantage is; dro pulls towards the sampler all the same.
 ZERO_GRADIENT_WITHOUT_ADVANTAGE = frozenset({"importance_sampling", "ppo", "cispo", "gspo", "dppo"})
 
@@ -32,7 +35,8 @@ class UserLoss:
     operations: tuple[str, ...]  # the module's OPERATIONS, which it uses beside the loop's own
     rewards: Rewards
     has_reward: bool  # whether --reward is given; the default costs nothing until a build_loss asks for it
-    decode: Callable[..., Any] | None = None  # token ids to text, of its module or of the reward's
+    decode: Callable[..., Any] | None  # token ids to text, of its module or of the reward's
+    evaluate: Callable[..., Any] | None  # of the module of the reward or of build_loss; it wins over the reward
 
 
 @dataclass
@@ -45,19 +49,24 @@ class Built:
     uniform_groups: int | None = None  # groups that were left out; None if only build_batch_loss knows
 
 
-def load_user_loss(spec: str, provider: str, reward: str | None = None, reward_threads: int = 1) -> UserLoss:
-    """Load the callables that ``--build-loss`` and ``--reward`` name. Raise UsageError if one cannot be used.
+def load_user_loss(
+    spec: str, provider: str, *, reward: str | None = None, reward_threads: int = 1, evaluates: bool = False
+) -> UserLoss:
+    """Load what ``--build-loss`` and ``--reward`` name, and ``evaluate``. Raise UsageError if one cannot be used.
 
-    If its module has ``LOSS_FUNCTION``, the provider must have that loss; if it has ``OPERATIONS``, the service must
-    offer them. Otherwise no session is created.
+    If the module of build_loss has ``LOSS_FUNCTION``, the provider must have that loss; if it has ``OPERATIONS``,
+    the service must offer them. Otherwise no session is created.
     """
     try:
         module, name = load_module(spec, "--build-loss")
         build_loss = callable_of(module, name, "--build-loss")
         require_parameters(build_loss, name, ("sample", "cycle", "request", "ctx"), "--build-loss")
-        batch = callable_of(module, BATCH_NAME, "--build-loss") if hasattr(module, BATCH_NAME) else None
-        if batch is not None:
-            require_parameters(batch, BATCH_NAME, ("samples", "cycle", "requests", "ctx"), "--build-loss")
+        batch = optional_callable(module, BATCH_NAME, ("samples", "cycle", "requests", "ctx"), "--build-loss")
+        evaluate = None
+        if evaluates:
+            modules = [module] if reward is None else [load_module(reward, "--reward")[0], module]
+            owner = next((each for each in modules if hasattr(each, EVALUATE_NAME)), module)
+            evaluate = optional_callable(owner, EVALUATE_NAME, ("samples", "cycle", "requests", "ctx"), "--eval-json")
     except ValueError as error:
         raise UsageError(f"{error}") from None
     loss_function = getattr(module, "LOSS_FUNCTION", None)
@@ -72,14 +81,29 @@ def load_user_loss(spec: str, provider: str, reward: str | None = None, reward_t
     rewards = load_rewards(reward, reward_threads)
     decode = getattr(module, "decode", rewards.decode)
     return UserLoss(
-        build_loss,
-        batch,
-        loss_function,
-        tuple(operations),
-        rewards,
+        build_loss=build_loss,
+        build_batch_loss=batch,
+        loss_function=loss_function,
+        operations=tuple(operations),
+        rewards=rewards,
         has_reward=reward is not None,
+        evaluate=evaluate,
         decode=decode if callable(decode) else None,
     )
+
+
+def take_sample(loss: UserLoss, requests: Sequence[Request], index: int, sample: Payload) -> None:
+    """Check the sample of a request as soon as it is there, and start its rewards.
+
+    Raise UnexpectedResponse, with the index of its request, if it cannot be trained on.
+    """
+    try:
+        sequences = result_sequences(sample)
+    except UnexpectedResponse as error:
+        error.index = index
+        raise
+    if loss.has_reward:
+        loss.rewards.start(sequences, requests[index])
 
 
 def build(loss: UserLoss, samples: list[Payload], cycle: int, requests: Sequence[Payload], ctx: LoopContext) -> Built:
