@@ -42,7 +42,7 @@ METRICS = {  # a metric, or all of a group, in the order of the page: (unit, whi
     "loss/token": ("nats", DOWN, "Mean of −logprob over the tokens that are trained on."),
     "loss": ("", NEITHER, "Only its gradient matters; its value says little, as the mean advantage is about 0."),
     "kl/k3": ("nats per token", DOWN, "Distance from the weights that sampled to the trained ones."),
-    "kl": ("nats per token", NEITHER, "The same distance, estimated with a sign. Near 0 is good."),
+    "kl": ("nats per token", NEITHER, "Estimated distance of two policies, which may be below 0. Near 0 is good."),
     "ratio": ("trainer / sampler", NEITHER, "Largest probability ratio of a token. Near 1 is good."),
     "ess": ("share of tokens", UP, "Effective sample size: 1 if all tokens count alike, near 0 if a few decide."),
     "clip_frac": ("share of tokens", NEITHER, "Tokens whose gradient was clipped away. Below 0.3 is good."),
