@@ -70,10 +70,13 @@ class Cycle:
         """Call the user's function. Return what to train on, or None if no group has a gradient signal."""
         self._sampled = sample_metrics(samples)  # before build_loss, which may change what it is given
         self._completions = completions_of(self._number, self.requests, samples)
+        sequences = [sequence for sample in samples for sequence in sample["sequences"]]
         self._times.append(time.monotonic())
         self._loss.rewards.is_asked = False
         self._built = build(self._loss, samples, self._number, self.requests, self._training.ctx)
         self._times.append(time.monotonic())
+        add_rewards(self._completions, self._built.metrics, map(self._loss.rewards.known, sequences))
+        add_advantages(self._completions, self._built.payload)
         if self._loss.has_reward and not self._loss.rewards.is_asked:
             self._training.warnings.unused_reward()
         return self._built.payload
@@ -122,8 +125,6 @@ class Cycle:
         training.warnings.completions(self._sampled, self._number)
         training.warnings.signal(bool(skipped), users.get("reward/mean", users.get("reward")))
         training.summary.tokens_sampled += self._sampled["completions/tokens"]
-        add_rewards(self._completions, built.metrics)
-        add_advantages(self._completions, built.payload)
         self._texts.keep(self._completions)
         training.record(head | users | own, self._line(head, users))
         self._texts.show(self._completions)
