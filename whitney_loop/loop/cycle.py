@@ -63,10 +63,13 @@ class Cycle:
         """Call the user's function. Return what to train on, or None if no group has a gradient signal."""
         self._sampled = sample_metrics(samples)  # before build_loss, which may change what it is given
         self._completions = completions_of(self._number, self.requests, samples)
+        sequences = [sequence for sample in samples for sequence in sample["sequences"]]
         self._times.append(time.monotonic())
         self._loss.rewards.is_asked = False
         self._built = build(self._loss, samples, self._number, self.requests, self._training.ctx)
         self._times.append(time.monotonic())
+        add_rewards(self._completions, self._built.metrics, map(self._loss.rewards.known, sequences))
+        add_advantages(self._completions, self._built.payload)
         if self._loss.has_reward and not self._loss.rewards.is_asked:
             self._training.warnings.unused_reward()
         return self._built.payload
@@ -119,8 +122,6 @@ class Cycle:
         shown = {reward: users.get(reward), "kl": own.get("kl/k3"), "grad_norm": own.get("optim/grad_norm")}
         others = {name: value for name, value in users.items() if name != reward and not name.endswith("/std")}
         notes = [formatted(others), *(f"skipped: {' '.join(built.skip_reason.split())}" for _ in skipped)]
-        add_rewards(self._completions, built.metrics)
-        add_advantages(self._completions, built.payload)
         self._texts.keep(self._completions)
         training.record(head | users | own, shown, "  ".join(filter(None, notes)))
         self._texts.show(self._completions)

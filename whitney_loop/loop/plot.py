@@ -1,87 +1,72 @@
-"""Curves of one or several runs, from the files of ``--metrics``, in one HTML page that needs nothing else."""
+"""One HTML page, which needs nothing else, with the curves and texts of one or several runs."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
-from whitney_loop.loop.lines import read_lines
-
-Points = list[tuple[float, float]]  # (cycle, value)
+from whitney_loop.loop.curves import UNCOMPARED_OPTIONS, Points, Run, read_run, segments
 
 DESCRIPTION = """Draw the curves of one or several runs, from the files of --metrics, as one HTML page.
 
     {prog} a.jsonl b.jsonl --output compare.html
 
-There is one chart per metric with all runs in it, and a table of the options in which they differ. The page needs no
-network and no other file: open it in any browser. A run may still be training.
+The reward comes first, then a chart per metric with all runs in it, what each one means, and the options of the runs.
+With a file of --samples, the best and the worst text of each cycle stand beside the reward. The page needs no network
+and no other file: open it in any browser. A run may still be training.
 
 Exit codes: 0 the page is written; 2 usage, or a file cannot be read or written."""
 
-WIDTH, HEIGHT = 400, 220  # of a chart, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 88, 24, 10, 38  # its margins: the longest label, half a label, the name of the axis
-POINTS = 500  # per curve: more than the chart has pixels; a longer one is drawn as means of several cycles
-GAP = 50  # points; a curve is broken at a longer gap
+POINTS = 500  # per curve: about as many as a chart has pixels; a longer one is drawn as means of several cycles
 FLAT = 1e-4  # values that differ by less, relative to the largest, are drawn as one: labels of six digits suffice
-SMALLEST, LARGEST = 1e-300, 1e300  # beyond them a step would vanish, or a difference overflow
+ROUNDING = 1e-11  # values that differ by less are drawn as one too: a loss that is 0 by construction
+SMALLEST = 1e-300  # below it a step between ticks would vanish
+SIDE = 1000  # of a chart's coordinates, which the page stretches to its width
 # Okabe and Ito's colours without the yellow, told apart by nearly everyone.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#6b6b6b")
 
-OTHERS = ""
-ORDER = ["reward", "loss", "kl", "ratio", "ess", "clip_frac", "groups", "completions", "optim", OTHERS]  # of groups
-ORDER += ["provider", "time"]
-UNCOMPARED_OPTIONS = frozenset(  # they change no curve: run length, paths, ids
-    {"cycles", "first_cycle", "resume_from", "started", "session_id", "run_id", "save_every", "metrics", "storage"}
-    | {"stop_at", "token_budget", "max_minutes", "log"}
-    | {"journal", "recover", "timeout", "base_url", "ca_file", "local", "optimizer"}
-)
-UNITS = {  # of a metric, or of all metrics of a group
-    "time": "seconds",
-    "kl": "nats per token",
-    "ratio": "trainer / sampler",
-    "ess": "share of tokens",
-    "clip_frac": "share of tokens",
-    "completions/tokens": "tokens per cycle",
-    "completions": "share of completions",
-    "groups": "share of groups",
-    "optim/grad_norm": "L2 norm",
+UP, DOWN, NEITHER = "Higher is better.", "Lower is better.", ""
+METRICS = {  # a metric, or all of a group, in the order of the page: (unit, which way is good, meaning)
+    "reward/mean": ("", UP, "Mean reward of all completions of a cycle: what you train for."),
+    "reward/std": ("", NEITHER, "How much the rewards differ. At 0 no completion is better: nothing is learned."),
+    "reward": ("", UP, "Reward of a cycle: what you train for."),
+    "eval": ("", NEITHER, "On prompts that are not trained on. If it falls while the reward rises, read the texts."),
+    "": ("", NEITHER, "From ctx.metrics of your build_loss."),
+    "loss/token": ("nats", DOWN, "Mean of −logprob over the tokens that are trained on."),
+    "loss": ("", NEITHER, "Only its gradient matters; its value says little, as the mean advantage is about 0."),
+    "kl/k3": ("nats per token", DOWN, "Distance from the weights that sampled to the trained ones."),
+    "kl": ("nats per token", NEITHER, "Estimated distance of two policies, which may be below 0. Near 0 is good."),
+    "ratio": ("trainer / sampler", NEITHER, "Largest probability ratio of a token. Near 1 is good."),
+    "ess": ("share of tokens", UP, "Effective sample size: 1 if all tokens count alike, near 0 if a few decide."),
+    "clip_frac": ("share of tokens", NEITHER, "Tokens whose gradient was clipped away. Below 0.3 is good."),
+    "groups": ("share of groups", DOWN, "Groups whose rewards are all equal: they are billed and teach nothing."),
+    "completions/tokens": (
+        "tokens per cycle",
+        NEITHER,
+        "Sampled tokens. A steady rise may be padding: read the texts.",
+    ),
+    "completions": ("share of completions", DOWN, "Completions that were cut off at max_tokens, or that are empty."),
+    "optim/grad_norm": (
+        "L2 norm",
+        NEITHER,
+        "Length of the gradient. Steady is good; a jump often comes before a collapse.",
+    ),
+    "optim/learning_rate": ("", NEITHER, "Learning rate of the optimizer step."),
+    "tokens": ("tokens per cycle", NEITHER, "Tokens that are trained on."),
+    "provider": ("", NEITHER, "Reported by the service."),
+    "time": ("seconds", NEITHER, "Where the time of a cycle goes."),
 }
+ORDER = list(METRICS)
 
 HEAD = '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">'
-STYLE = """
-:root { color-scheme: light dark; } /* greys that can be read on both */
-body { font: 14px/1.4 system-ui, sans-serif; margin: 24px; }
-h1 { font-size: 20px; } h2 { font-size: 15px; margin: 24px 0 4px; } small { font-weight: 400; color: #808080; }
-.legend { position: sticky; top: 0; padding: 8px 0; background: Canvas; } .legend span { margin-right: 20px; }
-.charts { display: flex; flex-wrap: wrap; gap: 16px; } figure { margin: 0; } figcaption { font-weight: 600; }
-svg text { font-size: 11px; fill: #808080; } svg line { stroke: #80808050; } polyline { fill: none; stroke-width: 1.6; }
-table { border-collapse: collapse; } td, th { border: 1px solid #80808050; padding: 2px 8px; text-align: left; }
-"""
-
-
-@dataclass
-class Run:
-    name: str
-    configs: list[dict[str, Any]]  # of its beginning, and of each time that it was resumed
-    cycles: list[dict[str, Any]]
-
-    def points(self, key: str) -> Points:
-        """The cycles in which the metric was measured."""
-        return [(entry["cycle"], entry[key]) for entry in self.cycles if _can_be_drawn(entry.get(key))]
-
-    def option(self, name: str) -> str:
-        """Its value, and each other one that a resumption gave it."""
-        held = groupby(self.configs, lambda config: str(config.get(name)))
-        (first, _), *later = [(value, next(configs).get("first_cycle")) for value, configs in held]
-        return " → ".join([first, *(f"{value} (cycle {cycle})" for value, cycle in later)])
+TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_loop plot") -> int:
@@ -92,10 +77,14 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_
         allow_abbrev=False,
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl", help="a file of --metrics; one per run")
+    about = "a file of --samples, one per run in their order; default: those that the runs wrote"
+    parser.add_argument("--samples", action="append", default=[], type=Path, metavar="FILE.jsonl", help=about)
     parser.add_argument("--output", type=Path, default=Path("metrics.html"), help="default: metrics.html")
     options = parser.parse_args(arguments)
+    if len(options.samples) > len(options.files):
+        parser.error(f"--samples: {len(options.samples)} files for {len(options.files)} runs")
     try:
-        runs = [read_run(path) for path in options.files]
+        runs = [read_run(path, samples) for path, samples in zip_longest(options.files, options.samples)]
         empty = ", ".join(run.name for run in runs if not run.cycles)
         if not any(run.cycles for run in runs):
             raise ValueError(f"no cycle yet in {empty}: is it a file of --metrics?")
@@ -112,17 +101,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_
     return 0
 
 
-def read_run(path: Path) -> Run:
-    """The configurations of a run, and its cycles in order."""
-    entries = [line.entry for line in read_lines(path)]
-    by_cycle: dict[float, dict[str, Any]] = {}
-    for entry in entries:
-        if _can_be_drawn(entry.get("cycle")):  # an evaluation and its cycle are two lines
-            by_cycle[entry["cycle"]] = by_cycle.get(entry["cycle"], {}) | entry
-    configs = [entry["config"] for entry in entries if isinstance(entry.get("config"), dict)]
-    return Run(str(path), configs or [{}], [by_cycle[cycle] for cycle in sorted(by_cycle)])
-
-
 def write_page(output: Path, content: str) -> None:
     """Write the page, whole or not at all. Raise ValueError if the file is something else than an older page."""
     output = output.resolve()
@@ -137,83 +115,148 @@ def write_page(output: Path, content: str) -> None:
 
 
 def page(runs: Sequence[Run]) -> str:
+    """The template with all that the runs give."""
     # All charts have the same cycles across, and the same cycles in a mean, so that runs can be compared.
     first, last = min(run.cycles[0]["cycle"] for run in runs), max(run.cycles[-1]["cycle"] for run in runs)
     across = ticks(first, max(last, first + 5))  # whole numbers, for 5 or more
-    keys = sorted({key for run in runs for entry in run.cycles for key in entry}, key=_place_in_order)
-    shown = [key for key in keys if key not in ("cycle", "version") and any(run.points(key) for run in runs)]
-    title = " · ".join(escape(run.name) for run in runs)
-    charts = "".join(chart(key, runs, across) for key in shown)
-    return (
-        f"{HEAD}<title>{title}</title><style>{STYLE}</style><h1>{title}</h1>{legend(runs)}{differences(runs)}"
-        f"<h2>Metrics by cycle</h2><div class=charts>{charts}</div></html>\n"
-    )
+    moving, notes = sorted_out(runs)
+    top = [key for key in moving if key in ("reward/mean", "reward") or key.startswith("eval/")] or moving[:1]
+    differing = options(runs, only_differing=True)
+    samples = [texts_by_cycle(run) for run in runs if run.samples]
+    data = {"first": across[0], "last": across[-1], "step": cycles_in_a_mean(across), "samples": samples}
+    parts = {
+        "title": " · ".join(escape(run.name) for run in runs),
+        "legend": legend(runs),
+        "top": "".join(chart(key, runs, across) for key in top) + texts(runs),
+        "changes": differing and f"<h2>What differs between runs, and since a resumption (dashed line)</h2>{differing}",
+        "notes": notes,
+        "charts": "".join(chart(key, runs, across) for key in moving if key not in top),
+        "configuration": options(runs),
+        "data": json.dumps(data).replace("<", r"\u003c"),  # a text may hold "</script>"
+    }
+    template = TEMPLATE.read_text(encoding="utf-8")
+    return re.sub(r"{{(\w+)}}", lambda place: parts[place[1]], template)
+
+
+def sorted_out(runs: Sequence[Run]) -> tuple[list[str], str]:
+    """The metrics to draw, in their order; and a text on those whose curves never move, or are another one's."""
+    moving: dict[str, str] = {}  # by its points
+    still, same = [], []
+    for key in sorted({key for run in runs for entry in run.cycles for key in entry}, key=_place_in_order):
+        points = [run.points(key) for run in runs]
+        values = [y for of_run in points for _, y in of_run]
+        if key in ("cycle", "version") or not values:
+            continue
+        if len(values) > len(runs) and _as_one(min(values), max(values)):
+            still.append(f"{escape(key)} {_label(values[-1])}")
+        elif moving.setdefault(str(points), key) != key:
+            same.append(f"{escape(key)} is {escape(moving[str(points)])}")
+    notes = [f"The same in all cycles: {', '.join(still)}."] if still else []
+    notes += [f"Drawn once: {', '.join(same)}."] if same else []
+    return list(moving.values()), " ".join(notes)
 
 
 def legend(runs: Sequence[Run]) -> str:
-    items = [
-        f'<span><b style="color:{_colour(index)}">━</b> {escape(run.name)} '
+    return "".join(
+        f"<span>{_dash(index)} {escape(run.name)} "
         f"(cycles {run.cycles[0]['cycle']:g}–{run.cycles[-1]['cycle']:g})</span>"
         for index, run in enumerate(runs)
-    ]
-    return f"<div class=legend>{''.join(items)}</div>"
+    )
 
 
-def differences(runs: Sequence[Run]) -> str:
-    """A table of the options in which the runs differ, or that a resumption changed; empty if there are none."""
+def options(runs: Sequence[Run], only_differing: bool = False) -> str:
+    """A table of the options that have a value, or in which the runs differ or a resumption differs; empty for none."""
     configs = [config for run in runs for config in run.configs]
+    names = dict.fromkeys(name for config in configs for name in config)
+    if only_differing:
+        kept = [name for name in names if name not in UNCOMPARED_OPTIONS]
+        kept = [name for name in kept if len({str(config.get(name)) for config in configs}) > 1]
+    else:
+        kept = [name for name in names if any(config.get(name) not in (None, [], False) for config in configs)]
     rows = [
         f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(run.option(name))}</td>' for run in runs)}</tr>"
-        for name in dict.fromkeys(name for config in configs for name in config)
-        if name not in UNCOMPARED_OPTIONS and len({str(config.get(name)) for config in configs}) > 1
+        for name in kept
     ]
     head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
-    return f"<h2>What differs</h2><table><tr><th>option</th>{head}</tr>{''.join(rows)}</table>" if rows else ""
+    return f"<table><tr><th>option</th>{head}</tr>{''.join(rows)}</table>" if rows else ""
+
+
+def texts(runs: Sequence[Run]) -> str:
+    """Places for the best and the worst text of a cycle, which the script fills."""
+    cycles = [cycle for run in runs for cycle in run.samples]
+    if not cycles:
+        return ""
+    slider = f"<input type=range aria-label=cycle min={min(cycles)} max={max(cycles)} value={max(cycles)}>"
+    places = "".join(
+        f"<section>{_dash(index)} <b></b><div></div>{_dash(index)} <b></b><div></div></section>"
+        for index, run in enumerate(runs)
+        if run.samples
+    )
+    return f"<div class=texts>Best and worst completion, cycle by cycle{slider}{places}</div>"
+
+
+def texts_by_cycle(run: Run) -> list[tuple[int, str, str, str, str]]:
+    """(cycle, title, best text, title, worst text) of the last cycle and of up to ``POINTS`` − 1 before it."""
+    cycles = sorted(run.samples, reverse=True)
+    return [
+        (cycle, f"best of cycle {cycle}: {best:.4g}", best_text, f"worst of cycle {cycle}: {worst:.4g}", worst_text)
+        for cycle in reversed(cycles[:: math.ceil(len(cycles) / POINTS)])
+        for (best, best_text), (worst, worst_text) in [run.samples[cycle]]
+    ]
 
 
 def chart(key: str, runs: Sequence[Run], across: Sequence[float]) -> str:
-    """One metric as SVG: axes with ticks, the unit, and a curve per run."""
-    cycles = math.ceil((across[-1] - across[0]) / POINTS)
-    curves = [segments(run.points(key), cycles) for run in runs]
-    values = [y for curve in curves for segment in curve for _, y in segment]
-    up = ticks(min(values), max(values))
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        right = LEFT + (x - across[0]) / (across[-1] - across[0]) * (WIDTH - LEFT - RIGHT)
-        return right, HEIGHT - BOTTOM - (y - up[0]) / (up[-1] - up[0]) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f"<text x={(LEFT + WIDTH - RIGHT) / 2} y={HEIGHT - 6} text-anchor=middle>cycle</text>"]
-    for y in up:
-        _, down = place(across[0], y)
-        parts.append(f"<line x1={LEFT} x2={WIDTH - RIGHT} y1={down:.1f} y2={down:.1f} />")
-        parts.append(f"<text x={LEFT - 6} y={down + 4:.1f} text-anchor=end>{_label(y)}</text>")
-    for x in across:
-        right, floor = place(x, up[0])
-        parts.append(f"<line x1={right:.1f} x2={right:.1f} y1={TOP} y2={floor} />")
-        parts.append(f"<text x={right:.1f} y={floor + 16} text-anchor=middle>{_label(x)}</text>")
+    """One metric: last and best value of each run, axes with ticks, a curve per run, and what it means."""
+    unit, good, meaning = about(key)
+    points = [run.points(key) for run in runs]
+    curves = [segments(of_run, cycles_in_a_mean(across)) for of_run in points]
+    drawn = [y for curve in curves for segment in curve for _, y in segment]
+    up = ticks(min(drawn), max(drawn))
+    parts = [f'<line x1=0 x2={SIDE} y1="{y:.1f}" y2="{y:.1f}" />' for y in (SIDE - _scaled(y, up) for y in up)]
+    parts += [f'<line y1=0 y2={SIDE} x1="{x:.1f}" x2="{x:.1f}" />' for x in (_scaled(x, across) for x in across)]
+    values = []
     for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-        title = f"<title>{escape(run.name)}</title>"  # shown under the mouse
+        for cycle in run.resumed_at():
+            x = f"{_scaled(cycle, across):.1f}"
+            parts.append(f'<line class=resumed style="stroke:{_colour(index)}" x1="{x}" x2="{x}" y1=0 y2={SIDE} />')
         for segment in curve:
-            placed = [place(x, y) for x, y in segment]
+            placed = [(_scaled(x, across), SIDE - _scaled(y, up)) for x, y in segment]
             if len(placed) == 1:
-                placed.append((placed[0][0] + 2, placed[0][1]))  # a short dash, for a line of no length is not drawn
-            points = " ".join(f"{right:.1f},{down:.1f}" for right, down in placed)
-            parts.append(f'<polyline points="{points}" stroke="{_colour(index)}">{title}</polyline>')
-    unit = UNITS.get(key) or UNITS.get(key.partition("/")[0]) or ""
-    svg = f'<svg width={WIDTH} height={HEIGHT} role=img aria-label="{escape(key)}">{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{escape(key)} <small>{escape(unit)}</small></figcaption>{svg}</figure>"
+                placed.append((placed[0][0] + 8, placed[0][1]))  # a short dash, for a line of no length is not drawn
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+            parts.append(f'<polyline points="{line}" stroke="{_colour(index)}" />')
+        if curve:
+            exact = " ".join(f"{x:g},{y:.5g}" for segment in curve for x, y in segment)
+            told = summary(points[index], good)
+            values.append(f'<div>{_dash(index)} <span class=value data-points="{exact}">{told}</span></div>')
+    labels = [f'<i class=y style="top:{100 - _scaled(y, up) * 100 / SIDE:.2f}%">{_label(y)}</i>' for y in up]
+    labels += [f'<i class=x style="left:{_scaled(x, across) * 100 / SIDE:.2f}%">{_label(x)}</i>' for x in across]
+    margin = max(len(_label(y)) for y in up) + 1
+    return (
+        f"<figure><figcaption>{escape(key)} <small>{unit}</small></figcaption>{''.join(values)}"
+        f'<div class=plot style="margin-left:{margin}ch"><svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio=none '
+        f'role=img aria-label="{escape(key)}">{"".join(parts)}</svg>{"".join(labels)}<i class=cursor></i></div>'
+        f"<p>{meaning} {good}</p></figure>"
+    )
 
 
-def segments(curve: Points, cycles: int) -> list[Points]:
-    """The curve in means of so many cycles each, broken at its gaps."""
-    pieces: list[Points] = []
-    for _, group in groupby(curve, lambda point: point[0] // cycles):
-        points = list(group)
-        x, y = fmean(x for x, _ in points), fmean(y for _, y in points)
-        if not pieces or x - pieces[-1][-1][0] > GAP * cycles:
-            pieces.append([])
-        pieces[-1].append((x, y))
-    return pieces
+def about(key: str) -> tuple[str, str, str]:
+    """(unit, which way is good, meaning) of a metric."""
+    if key.startswith("eval/"):
+        unit, good, _ = about(key.removeprefix("eval/"))
+        return unit, good, METRICS["eval"][2]
+    group = key.partition("/")[0]
+    return METRICS.get(key) or METRICS.get(group) or METRICS[""]
+
+
+def summary(points: Points, good: str) -> str:
+    """The last value, and the best one with its cycle, or the lowest and the highest if neither way is good."""
+    low, high = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
+    cycle, best = high if good == UP else low
+    last = f"last {_label(points[-1][1], 4)}"
+    if good == NEITHER:
+        return f"{last} · from {_label(low[1], 4)} to {_label(high[1], 4)}"
+    return f"{last} · best {_label(best, 4)} (cycle {cycle:g})"
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -227,18 +270,30 @@ def ticks(low: float, high: float) -> list[float]:
     return [step * number for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
 
 
-def _label(value: float) -> str:
-    return f"{value:.6g}".replace("-", "−")
+def cycles_in_a_mean(across: Sequence[float]) -> int:
+    return math.ceil((across[-1] - across[0]) / POINTS)
+
+
+def _scaled(value: float, along: Sequence[float]) -> float:
+    return (value - along[0]) / (along[-1] - along[0]) * SIDE
+
+
+def _as_one(low: float, high: float) -> bool:
+    return high - low <= max(FLAT * max(abs(low), abs(high)), ROUNDING)
+
+
+def _label(value: float, digits: int = 6) -> str:
+    return f"{value:.{digits}g}".replace("-", "−")
 
 
 def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
+def _dash(index: int) -> str:
+    return f'<span style="color:{_colour(index)}">━</span>'
+
+
 def _place_in_order(key: str) -> tuple[int, str]:
     group = key.partition("/")[0]
-    return ORDER.index(group if group in ORDER else OTHERS), key
-
-
-def _can_be_drawn(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
+    return ORDER.index(key if key in METRICS else group if group in METRICS else ""), key

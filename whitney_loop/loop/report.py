@@ -18,6 +18,8 @@ from whitney_loop.errors import WhitneyError, redacted, redacted_json
 
 USUAL_COLUMNS = 120
 
+USUAL_COLUMNS = 120
+
 
 class CallableError(Exception):
     """The user's function raised; the cause is what it raised."""

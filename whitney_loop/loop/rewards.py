@@ -68,6 +68,13 @@ class Rewards:
         where = f"in cycle {self._cycle} for {getattr(request, 'where', 'a changed request')}"
         return self._compute(sequence, request, where)
 
+    def known(self, sequence: Mapping[str, Any]) -> float | None:
+        """Return the reward of a completion, if it was started and is computed."""
+        if id(sequence) not in self._started:
+            return None
+        _, _, future = self._started[id(sequence)]
+        return future.result() if future.done() and future.exception() is None else None
+
     def _compute(self, sequence: Mapping[str, Any], request: Mapping[str, Any], where: str) -> float:
         """Call the user's function. Raise CallableError if it raises, or returns no finite number."""
         try:

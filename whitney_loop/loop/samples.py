@@ -55,10 +55,10 @@ def completions_of(cycle: int, requests: Sequence[Payload], samples: Sequence[Pa
     ]
 
 
-def add_rewards(completions: Sequence[Completion], metrics: Iterable[object]) -> None:
+def add_rewards(completions: Sequence[Completion], metrics: Iterable[object], known: Iterable[float | None]) -> None:
     """Add the rewards that the calls of build_loss, one for each group or one for all, left in ``ctx.metrics``.
 
-    Rewards of another number than the completions, as after a resampling, are left out.
+    For completions without one there, as after a resampling, those that ``--reward`` gave are taken: ``known``.
     """
     rewards = [_rewards(of_call) for of_call in metrics]
     groups = _groups(completions)
@@ -66,6 +66,8 @@ def add_rewards(completions: Sequence[Completion], metrics: Iterable[object]) ->
         if len(group) == len(of_group):
             for completion, reward in zip(group, of_group, strict=True):
                 completion.reward = reward
+    for completion, given in zip(completions, known, strict=True):
+        completion.reward = given if completion.reward is None else completion.reward
 
 
 def _rewards(metrics: object) -> list[float]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from whitney_loop.build_loss import LoopContext, NoGradientSignal
 from whitney_loop.callables import callable_of, load_module, optional_callable, require_parameters
-from whitney_loop.client import result_sequences
 from whitney_loop.errors import UnexpectedResponse
 from whitney_loop.loop.metrics import Payload
 from whitney_loop.loop.options import UsageError
@@ -19,6 +18,7 @@ from whitney_loop.loop.rewards import Rewards, load_rewards
 from whitney_loop.loop.signals import raise_if_signalled
 from whitney_loop.losses import require_advertised_loss
 from whitney_loop.payloads import check_payload
+from whitney_loop.results import result_sequences
 
 BATCH_NAME, EVALUATE_NAME = "build_batch_loss", "evaluate"
 # With these losses the gradient is 0 if every advantage is; dro pulls towards the sampler all the same.

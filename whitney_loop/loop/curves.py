@@ -1,0 +1,112 @@
+"""What the page of ``plot`` shows, read from the files of ``--metrics`` and ``--samples``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from whitney_loop.loop.lines import parsed_lines, read_lines
+
+Points = list[tuple[float, float]]  # (cycle, value)
+Sample = tuple[float, str]  # (reward, text)
+
+GAP = 50  # points; a curve is broken at a longer gap
+LARGEST = 1e300  # beyond it a difference would overflow
+LONGEST_TEXT = 400  # characters of a prompt's end and of a completion
+UNCOMPARED_OPTIONS = frozenset(  # they change no curve: run length, paths, ids
+    {"cycles", "first_cycle", "resume_from", "started", "session_id", "run_id", "save_every", "metrics", "storage"}
+    | {"stop_at", "token_budget", "max_minutes", "show_every", "samples", "samples_per_group", "reward_threads", "log"}
+    | {"journal", "recover", "timeout", "base_url", "ca_file", "local", "optimizer learning_rate"}
+)
+
+
+@dataclass
+class Run:
+    name: str
+    configs: list[dict[str, Any]]  # of its beginning, and of each time that it was resumed
+    cycles: list[dict[str, Any]]
+    samples: dict[int, tuple[Sample, Sample]] = field(default_factory=dict)  # the best and the worst by cycle
+
+    def points(self, key: str) -> Points:
+        """The cycles in which the metric was measured."""
+        return [(entry["cycle"], entry[key]) for entry in self.cycles if _can_be_drawn(entry.get(key))]
+
+    def option(self, name: str) -> str:
+        """Its value, and each other one that a resumption gave it."""
+        held = groupby(self.configs, lambda config: str(config.get(name)))
+        (first, _), *later = [(value, next(configs).get("first_cycle")) for value, configs in held]
+        return " → ".join([first, *(f"{value} (cycle {cycle})" for value, cycle in later)])
+
+    def resumed_at(self) -> list[int]:
+        """The cycles at which the run was resumed."""
+        return [config.get("first_cycle", 0) for config in self.configs[1:]]
+
+
+def read_run(path: Path, samples: Path | None = None) -> Run:
+    """The configurations of a run, its cycles in order, and its samples.
+
+    Without ``samples`` the file that the run wrote is taken, if it still exists or lies beside the metrics.
+    """
+    entries = [line.entry for line in read_lines(path)]
+    by_cycle: dict[float, dict[str, Any]] = {}
+    for entry in entries:
+        if _can_be_drawn(entry.get("cycle")):  # an evaluation and its cycle are two lines
+            by_cycle[entry["cycle"]] = by_cycle.get(entry["cycle"], {}) | entry
+    configs = [_flat(entry["config"]) for entry in entries if isinstance(entry.get("config"), dict)] or [{}]
+    if samples is None and (written := configs[-1].get("samples")):
+        places = (Path(str(written)), path.parent / Path(str(written)).name)
+        samples = next((place for place in places if place.is_file()), None)
+    cycles = [by_cycle[cycle] for cycle in sorted(by_cycle)]
+    return Run(str(path), configs, cycles, read_samples(samples) if samples else {})
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The options, with those of the optimizer beside the others."""
+    optimizer = config.get("optimizer")
+    if not isinstance(optimizer, dict):
+        return config
+    rest = {name: value for name, value in config.items() if name != "optimizer"}
+    return rest | {f"optimizer {name}": value for name, value in optimizer.items()}
+
+
+def read_samples(path: Path) -> dict[int, tuple[Sample, Sample]]:
+    """By cycle, the best and the worst completion in a file of samples. Raise ValueError if it is something else."""
+    found: dict[int, tuple[Sample, Sample]] = {}
+    with path.open("rb") as file:
+        for line in parsed_lines(path, file):
+            try:
+                cycle, sample = line.entry["cycle"], _sample(line.entry)
+            except (KeyError, TypeError):
+                raise ValueError(f"{path} is not a file of samples") from None
+            best, worst = found.get(cycle, (sample, sample))
+            found[cycle] = (sample if sample[0] > best[0] else best, sample if sample[0] < worst[0] else worst)
+    return found
+
+
+def _sample(entry: dict[str, Any]) -> Sample:
+    """Its reward, or its advantage if no reward is known; its text, or its token ids without one."""
+    value = entry["advantage"] if entry["reward"] is None else entry["reward"]
+    prompt, text = (
+        " ".join(map(str, entry[tokens])) if entry[decoded] is None else entry[decoded]
+        for tokens, decoded in (("prompt", "prompt_text"), ("tokens", "text"))
+    )
+    return value or 0.0, f"{prompt[-LONGEST_TEXT:]} → {text[:LONGEST_TEXT]}"
+
+
+def segments(curve: Points, cycles: int) -> list[Points]:
+    """The curve in means of so many cycles each, broken at its gaps."""
+    pieces: list[Points] = []
+    for _, group in groupby(curve, lambda point: point[0] // cycles):
+        points = list(group)
+        x, y = fmean(x for x, _ in points), fmean(y for _, y in points)
+        if not pieces or x - pieces[-1][-1][0] > GAP * cycles:
+            pieces.append([])
+        pieces[-1].append((x, y))
+    return pieces
+
+
+def _can_be_drawn(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
