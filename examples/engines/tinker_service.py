@@ -31,7 +31,7 @@ import shutil
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,62 +159,39 @@ class TinkerRun:
 
     def forward(self, payload: JSONObject) -> JSONObject:
         """One forward; the loss is computed here."""
-        return _evaluated(payload, self._forward(payload))[0]
+        return _evaluated(payload, self._forward(payload["data"]))[0]
 
-    def _forward(self, payload: JSONObject) -> list[list[float]]:
-        data = [
-            _datum(each["input"]["token_ids"], _values(each, "target_tokens", "weights")) for each in payload["data"]
-        ]
-        return _logprobs(self._wait(self._training.forward(data, "cross_entropy")))
+    def _forward(self, data: list[JSONObject]) -> list[list[float]]:
+        inputs = [_datum(each["input"]["token_ids"], _values(each, "target_tokens", "weights")) for each in data]
+        return _logprobs(self._wait(self._training.forward(inputs, "cross_entropy")))
 
     def forward_backward(self, payload: JSONObject) -> JSONObject:
         """Send a loss that the server has as it is; carry any other by importance sampling."""
-        result = None
-        if (sent := self._as_it_is(payload)) is None:
-            logprobs = self._forward(payload)
+        loss_function, data, result = payload["loss_function"], payload["data"], None
+        if loss_function == "cross_entropy" and not self._backend.averages:
+            sent = [_values(datum, "target_tokens", "weights") for datum in data]
+        elif loss_function == "importance_sampling" and all(map(_has_usual_ratios, data)):
+            sent = [_without_weights(datum) for datum in data]
+        else:
+            logprobs = self._forward(data)
             result, slopes = _evaluated(payload, logprobs)
-            sent = (
-                "importance_sampling",
-                [
-                    _values(datum, "target_tokens")
-                    | {"logprobs": p, "advantages": [-slope for slope in slopes_of_datum]}
-                    for datum, p, slopes_of_datum in zip(payload["data"], logprobs, slopes, strict=True)
-                ],
-            )
-        loss_function, tensors_of_data = sent
-        data = []
-        for datum, tensors in zip(payload["data"], tensors_of_data, strict=True):
-            if self._backend.averages:
+            loss_function = "importance_sampling"
+            sent = [
+                _values(datum, "target_tokens") | {"logprobs": p, "advantages": [-slope for slope in slopes_of_datum]}
+                for datum, p, slopes_of_datum in zip(data, logprobs, slopes, strict=True)
+            ]
+        if self._backend.averages:
+            for tensors in sent:
                 tensors["advantages"] = [a * len(tensors["advantages"]) for a in tensors["advantages"]]
-            if not all(abs(value) <= _FLOAT32_MAX for values in tensors.values() for value in values):
-                raise EngineError("non_finite_loss", "a slope of the loss is beyond float32; nothing was accumulated")
-            data.append(_datum(datum["input"]["token_ids"], tensors))
-        output = self._wait(self._training.forward_backward(data, loss_function))
+        if not all(abs(value) <= _FLOAT32_MAX for tensors in sent for values in tensors.values() for value in values):
+            raise EngineError("non_finite_loss", "a slope of the loss is beyond float32; nothing was accumulated")
+        inputs = [_datum(datum["input"]["token_ids"], tensors) for datum, tensors in zip(data, sent, strict=True)]
+        output = self._wait(self._training.forward_backward(inputs, loss_function))
         self._has_gradient = True
-        if result is None:
-            try:
-                result = _evaluated(payload, _logprobs(output))[0]
-            except EngineError as failure:
-                raise RuntimeError("the loss is not finite, and its gradient was added") from failure
-        return result
-
-    def _as_it_is(self, payload: JSONObject) -> tuple[str, list[JSONObject]] | None:
-        """The loss and tensors to send if the server has the very loss of the payload."""
-        data = payload["data"]
-        if payload["loss_function"] == "cross_entropy" and not self._backend.averages:
-            return "cross_entropy", [_values(datum, "target_tokens", "weights") for datum in data]
-        if payload["loss_function"] != "importance_sampling":
-            return None
-        sent = []
-        for datum in data:
-            tensors = _values(datum, "target_tokens", "weights", "logprobs", "advantages")
-            weights = tensors.pop("weights")  # the server knows none in this loss, so advantages hold them
-            tensors["advantages"] = [w * a for w, a in zip(weights, tensors["advantages"], strict=True)]
-            tensors["logprobs"] = [q if w else 0.0 for w, q in zip(weights, tensors["logprobs"], strict=True)]
-            if min(tensors["logprobs"]) < -LOG_RATIO_LIMIT:
-                return None  # the ratio may exceed the limit of the contract's loss, and the server's has none
-            sent.append(tensors)
-        return "importance_sampling", sent
+        try:
+            return result or _evaluated(payload, _logprobs(output))[0]
+        except EngineError as failure:
+            raise RuntimeError("the loss is not finite, and its gradient was added") from failure
 
     def optim_step(self, optimizer: JSONObject) -> JSONObject:
         """One step by the server's AdamW."""
@@ -310,15 +287,17 @@ class TinkerSampler:
         ]
 
     def logprobs(self, token_ids: list[int]) -> list[float | None]:
-        found = self._wait(self._sampling.compute_logprobs(types.ModelInput.from_ints(token_ids)))
         later = len(token_ids) - 1
-        return [None, *found[len(found) - later :]]  # some servers leave the first one out
+        if not later:
+            return [None]
+        found = self._wait(self._sampling.compute_logprobs(types.ModelInput.from_ints(token_ids)))
+        return [None, *found[-later:]]  # some servers leave the first one out
 
     def close(self) -> None:
         """It ends with the session of its run."""
 
 
-def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONObject, list[Sequence[float]]]:
+def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONObject, list[list[float]]]:
     """The result of a forward, and d loss / d logprob of each datum."""
     loss_function, loss, clipped, counted, slopes = payload["loss_function"], 0.0, 0, 0, []
     for index, (datum, p) in enumerate(zip(payload["data"], logprobs, strict=True)):
@@ -333,6 +312,22 @@ def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONOb
     if loss_function in CLIPPING:
         metrics["clip_frac"] = clipped / counted if counted else 0.0
     return {"loss": loss, "metrics": metrics, "outputs": [{"logprobs": p} for p in logprobs]}, slopes
+
+
+def _has_usual_ratios(datum: JSONObject) -> bool:
+    """Whether no ratio can exceed the limit that the contract's loss has, and the server's has not."""
+    tensors = _values(datum, "weights", "logprobs")
+    return all(w == 0 or q >= -LOG_RATIO_LIMIT for w, q in zip(tensors["weights"], tensors["logprobs"], strict=True))
+
+
+def _without_weights(datum: JSONObject) -> JSONObject:
+    """The tensors of importance sampling on the server, which has no weights: the advantages hold them."""
+    tensors = _values(datum, "target_tokens", "weights", "logprobs", "advantages")
+    weights = tensors.pop("weights")
+    return tensors | {
+        "logprobs": [q if w else 0.0 for w, q in zip(weights, tensors["logprobs"], strict=True)],
+        "advantages": [w * a for w, a in zip(weights, tensors["advantages"], strict=True)],
+    }
 
 
 def _values(datum: JSONObject, *names: str) -> JSONObject:
