@@ -95,7 +95,7 @@ class TinkerBackend(Backend):
         A queue may take hours, so that alone is no error. A server that for ``silence_s`` does not even say what it
         can do is gone: ConnectionError. The SDK itself would ask it for ever.
         """
-        awaited = future if isinstance(future, concurrent.futures.Future) else future.future()
+        awaited = future.future() if hasattr(future, "future") else future
         question, asked = None, time.monotonic()
         try:
             while not concurrent.futures.wait([awaited], _PROCEED_S).done:
@@ -128,7 +128,7 @@ class TinkerRun:
             try:
                 self._require_sums()
             except BaseException:
-                self._service.close("errored")
+                self._finish("errored")
                 raise
 
     def _open(self, create: Callable[[], Any]) -> None:
@@ -224,13 +224,16 @@ class TinkerRun:
         path, step = (state.get(name) for name in ("path", "step")) if isinstance(state, dict) else (None, None)
         if not isinstance(path, str) or type(step) is not int:
             raise ValueError(f"{folder} names no checkpoint")
-        self._service.close("success")
+        self._finish("success")
         self._open(lambda: self._service.create_training_client_from_state_with_optimizer(path))
         self._step = step
 
     def export_lora(self, folder: Path, *, base_model: str) -> None:
         """Let the server export the adapter, and download it."""
-        saved = self._wait(self._training.save_weights_external(_new_name()))
+        try:
+            saved = self._wait(self._training.save_weights_external(_new_name()))
+        except tinker.NotFoundError as failure:
+            raise EngineError("export_failed", "this server does not export adapters") from failure
         urls = self._wait(self._backend.rest.get_external_weights_urls(saved.path)).urls
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             if name not in urls:
@@ -240,7 +243,10 @@ class TinkerRun:
 
     def close(self) -> None:
         """Finish the session, which frees the model and every sampler."""
-        self._service.close("success").result(_CLOSE_S)
+        self._finish("success")
+
+    def _finish(self, status: str) -> None:
+        self._service.close(status).result(_CLOSE_S)
 
     def _wait(self, future: Any) -> Any:
         return self._backend.wait(future, self._proceed)
