@@ -31,7 +31,7 @@ import shutil
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class TinkerBackend(Backend):
         A queue may take hours, so that alone is no error. A server that for ``silence_s`` does not even say what it
         can do is gone: ConnectionError. The SDK itself would ask it for ever.
         """
-        awaited = future if isinstance(future, concurrent.futures.Future) else future.future()
+        awaited = future.future() if hasattr(future, "future") else future
         question, asked = None, time.monotonic()
         try:
             while not concurrent.futures.wait([awaited], _PROCEED_S).done:
@@ -128,7 +128,7 @@ class TinkerRun:
             try:
                 self._require_sums()
             except BaseException:
-                self._service.close("errored")
+                self._finish("errored")
                 raise
 
     def _open(self, create: Callable[[], Any]) -> None:
@@ -159,62 +159,39 @@ class TinkerRun:
 
     def forward(self, payload: JSONObject) -> JSONObject:
         """One forward; the loss is computed here."""
-        return _evaluated(payload, self._forward(payload))[0]
+        return _evaluated(payload, self._forward(payload["data"]))[0]
 
-    def _forward(self, payload: JSONObject) -> list[list[float]]:
-        data = [
-            _datum(each["input"]["token_ids"], _values(each, "target_tokens", "weights")) for each in payload["data"]
-        ]
-        return _logprobs(self._wait(self._training.forward(data, "cross_entropy")))
+    def _forward(self, data: list[JSONObject]) -> list[list[float]]:
+        inputs = [_datum(each["input"]["token_ids"], _values(each, "target_tokens", "weights")) for each in data]
+        return _logprobs(self._wait(self._training.forward(inputs, "cross_entropy")))
 
     def forward_backward(self, payload: JSONObject) -> JSONObject:
         """Send a loss that the server has as it is; carry any other by importance sampling."""
-        result = None
-        if (sent := self._as_it_is(payload)) is None:
-            logprobs = self._forward(payload)
+        loss_function, data, result = payload["loss_function"], payload["data"], None
+        if loss_function == "cross_entropy" and not self._backend.averages:
+            sent = [_values(datum, "target_tokens", "weights") for datum in data]
+        elif loss_function == "importance_sampling" and all(map(_has_usual_ratios, data)):
+            sent = [_without_weights(datum) for datum in data]
+        else:
+            logprobs = self._forward(data)
             result, slopes = _evaluated(payload, logprobs)
-            sent = (
-                "importance_sampling",
-                [
-                    _values(datum, "target_tokens")
-                    | {"logprobs": p, "advantages": [-slope for slope in slopes_of_datum]}
-                    for datum, p, slopes_of_datum in zip(payload["data"], logprobs, slopes, strict=True)
-                ],
-            )
-        loss_function, tensors_of_data = sent
-        data = []
-        for datum, tensors in zip(payload["data"], tensors_of_data, strict=True):
-            if self._backend.averages:
+            loss_function = "importance_sampling"
+            sent = [
+                _values(datum, "target_tokens") | {"logprobs": p, "advantages": [-slope for slope in slopes_of_datum]}
+                for datum, p, slopes_of_datum in zip(data, logprobs, slopes, strict=True)
+            ]
+        if self._backend.averages:
+            for tensors in sent:
                 tensors["advantages"] = [a * len(tensors["advantages"]) for a in tensors["advantages"]]
-            if not all(abs(value) <= _FLOAT32_MAX for values in tensors.values() for value in values):
-                raise EngineError("non_finite_loss", "a slope of the loss is beyond float32; nothing was accumulated")
-            data.append(_datum(datum["input"]["token_ids"], tensors))
-        output = self._wait(self._training.forward_backward(data, loss_function))
+        if not all(abs(value) <= _FLOAT32_MAX for tensors in sent for values in tensors.values() for value in values):
+            raise EngineError("non_finite_loss", "a slope of the loss is beyond float32; nothing was accumulated")
+        inputs = [_datum(datum["input"]["token_ids"], tensors) for datum, tensors in zip(data, sent, strict=True)]
+        output = self._wait(self._training.forward_backward(inputs, loss_function))
         self._has_gradient = True
-        if result is None:
-            try:
-                result = _evaluated(payload, _logprobs(output))[0]
-            except EngineError as failure:
-                raise RuntimeError("the loss is not finite, and its gradient was added") from failure
-        return result
-
-    def _as_it_is(self, payload: JSONObject) -> tuple[str, list[JSONObject]] | None:
-        """The loss and tensors to send if the server has the very loss of the payload."""
-        data = payload["data"]
-        if payload["loss_function"] == "cross_entropy" and not self._backend.averages:
-            return "cross_entropy", [_values(datum, "target_tokens", "weights") for datum in data]
-        if payload["loss_function"] != "importance_sampling":
-            return None
-        sent = []
-        for datum in data:
-            tensors = _values(datum, "target_tokens", "weights", "logprobs", "advantages")
-            weights = tensors.pop("weights")  # the server knows none in this loss, so advantages hold them
-            tensors["advantages"] = [w * a for w, a in zip(weights, tensors["advantages"], strict=True)]
-            tensors["logprobs"] = [q if w else 0.0 for w, q in zip(weights, tensors["logprobs"], strict=True)]
-            if min(tensors["logprobs"]) < -LOG_RATIO_LIMIT:
-                return None  # the ratio may exceed the limit of the contract's loss, and the server's has none
-            sent.append(tensors)
-        return "importance_sampling", sent
+        try:
+            return result or _evaluated(payload, _logprobs(output))[0]
+        except EngineError as failure:
+            raise RuntimeError("the loss is not finite, and its gradient was added") from failure
 
     def optim_step(self, optimizer: JSONObject) -> JSONObject:
         """One step by the server's AdamW."""
@@ -247,13 +224,16 @@ class TinkerRun:
         path, step = (state.get(name) for name in ("path", "step")) if isinstance(state, dict) else (None, None)
         if not isinstance(path, str) or type(step) is not int:
             raise ValueError(f"{folder} names no checkpoint")
-        self._service.close("success")
+        self._finish("success")
         self._open(lambda: self._service.create_training_client_from_state_with_optimizer(path))
         self._step = step
 
     def export_lora(self, folder: Path, *, base_model: str) -> None:
         """Let the server export the adapter, and download it."""
-        saved = self._wait(self._training.save_weights_external(_new_name()))
+        try:
+            saved = self._wait(self._training.save_weights_external(_new_name()))
+        except tinker.NotFoundError as failure:
+            raise EngineError("export_failed", "this server does not export adapters") from failure
         urls = self._wait(self._backend.rest.get_external_weights_urls(saved.path)).urls
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             if name not in urls:
@@ -263,7 +243,10 @@ class TinkerRun:
 
     def close(self) -> None:
         """Finish the session, which frees the model and every sampler."""
-        self._service.close("success").result(_CLOSE_S)
+        self._finish("success")
+
+    def _finish(self, status: str) -> None:
+        self._service.close(status).result(_CLOSE_S)
 
     def _wait(self, future: Any) -> Any:
         return self._backend.wait(future, self._proceed)
@@ -310,15 +293,17 @@ class TinkerSampler:
         ]
 
     def logprobs(self, token_ids: list[int]) -> list[float | None]:
-        found = self._wait(self._sampling.compute_logprobs(types.ModelInput.from_ints(token_ids)))
         later = len(token_ids) - 1
-        return [None, *found[len(found) - later :]]  # some servers leave the first one out
+        if not later:
+            return [None]
+        found = self._wait(self._sampling.compute_logprobs(types.ModelInput.from_ints(token_ids)))
+        return [None, *found[-later:]]  # some servers leave the first one out
 
     def close(self) -> None:
         """It ends with the session of its run."""
 
 
-def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONObject, list[Sequence[float]]]:
+def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONObject, list[list[float]]]:
     """The result of a forward, and d loss / d logprob of each datum."""
     loss_function, loss, clipped, counted = payload["loss_function"], 0.0, 0, 0
     slopes: list[Sequence[float]] = []
@@ -334,6 +319,22 @@ def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONOb
     if loss_function in CLIPPING:
         metrics["clip_frac"] = clipped / counted if counted else 0.0
     return {"loss": loss, "metrics": metrics, "outputs": [{"logprobs": p} for p in logprobs]}, slopes
+
+
+def _has_usual_ratios(datum: JSONObject) -> bool:
+    """Whether no ratio can exceed the limit that the contract's loss has, and the server's has not."""
+    tensors = _values(datum, "weights", "logprobs")
+    return all(w == 0 or q >= -LOG_RATIO_LIMIT for w, q in zip(tensors["weights"], tensors["logprobs"], strict=True))
+
+
+def _without_weights(datum: JSONObject) -> JSONObject:
+    """The tensors of importance sampling on the server, which has no weights: the advantages hold them."""
+    tensors = _values(datum, "target_tokens", "weights", "logprobs", "advantages")
+    weights = tensors.pop("weights")
+    return tensors | {
+        "logprobs": [q if w else 0.0 for w, q in zip(weights, tensors["logprobs"], strict=True)],
+        "advantages": [w * a for w, a in zip(weights, tensors["advantages"], strict=True)],
+    }
 
 
 def _values(datum: JSONObject, *names: str) -> JSONObject:

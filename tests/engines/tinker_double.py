@@ -8,6 +8,7 @@ It answers with the SDK's own types, over HTTP, so the SDK itself is under test 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
+from tinker.types.try_again_response import TryAgainResponse
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -35,13 +37,13 @@ _NUMPY = {proto.DTYPE_FLOAT32: "float32", proto.DTYPE_INT64: "int64"}
 class Double:
     """The state of the server. Its fields are the faults that a test may ask for.
 
-    ``divides_by``: the losses are averages, as on SkyRL. ``category`` and ``refuses``: the next request of this kind
-    fails. ``holds``: requests of this kind are never answered.
+    ``averages``: over each sequence, as SkyRL does. ``damaged``: weights that are NaN. ``refuses``: the next request of
+    this kind fails as the user's fault. ``holds``: requests of this kind are never answered.
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        self.averages, self.refuses, self.category, self.holds = False, None, "user", None
+        self.averages, self.damaged, self.refuses, self.holds = False, False, None, None
         self.models, self.samplers, self.sampler_sessions, self.results = {}, {}, {}, {}
         self.sessions, self.requests, self.cancelled = {}, [], []  # session → its finish, or None
         self.begun = threading.Event()  # a request that is held has come
@@ -113,6 +115,8 @@ class Double:
             answer.metrics["loss:sum"] = result["loss"]
         record = answer.loss_fn_outputs.add(num_datums=len(data))
         arrays = [np.array(output["logprobs"], "float32") for output in result["outputs"]]
+        if self.damaged:
+            arrays = [each * math.nan for each in arrays]
         field = record.fields["logprobs"]
         field.dtype, field.data = proto.DTYPE_FLOAT32, b"".join(each.tobytes() for each in arrays)
         field.offsets = np.cumsum([0, *(each.nbytes for each in arrays)], dtype="int64").tobytes()
@@ -184,8 +188,7 @@ class Double:
             self.begun.set()
         elif kind == self.refuses:
             self.refuses = None
-            failure = {"error": "as the test told it", "category": self.category}
-            self.results[request_id] = types.RequestFailedResponse(**failure)
+            self.results[request_id] = types.RequestFailedResponse(error="as the test told it", category="user")
         else:
             try:
                 with self._lock:
@@ -199,7 +202,7 @@ class Double:
     def retrieve_future(self, body):
         result = self.results[body["request_id"]]
         if result is None:
-            return types.TryAgainResponse(type="try_again", request_id=body["request_id"], queue_state="active")
+            return TryAgainResponse(type="try_again", request_id=body["request_id"], queue_state="active")
         return result
 
 
