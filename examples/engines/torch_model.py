@@ -81,7 +81,7 @@ class BaseModel:
 
     def shapes(self, rank: int) -> dict[str, list[int]]:
         """The tensors of an adapter, in the order in which a run's vector of weights holds them."""
-        shapes = {}
+        shapes: dict[str, list[int]] = {}
         for name, layer in self.layers.items():
             inputs, outputs = layer.weight.shape if isinstance(layer, Conv1D) else layer.weight.shape[::-1]
             shapes |= {f"{name}.lora_A": [rank, inputs], f"{name}.lora_B": [outputs, rank]}
