@@ -306,7 +306,7 @@ class TinkerSampler:
 def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONObject, list[list[float]]]:
     """The result of a forward, and d loss / d logprob of each datum."""
     loss_function, loss, clipped, counted = payload["loss_function"], 0.0, 0, 0
-    slopes: list[Sequence[float]] = []
+    slopes: list[list[float]] = []
     for index, (datum, p) in enumerate(zip(payload["data"], logprobs, strict=True)):
         outcome = evaluate(loss_function, p, _values(datum, *datum["loss_inputs"]), payload["loss_config"])
         loss += outcome.loss
@@ -314,7 +314,7 @@ def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONOb
             raise EngineError("non_finite_loss", f"the loss is {loss} at data[{index}]; nothing was changed")
         clipped += outcome.clipped
         counted += outcome.counted
-        slopes.append(outcome.slopes)
+        slopes.append(list(outcome.slopes))
     metrics = {"loss:sum": loss}
     if loss_function in CLIPPING:
         metrics["clip_frac"] = clipped / counted if counted else 0.0
