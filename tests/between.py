@@ -50,6 +50,7 @@ class Between:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server.handle_error = lambda *_: None  # the client or the service may leave
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.005,))
 
     def __enter__(self):

@@ -8,7 +8,15 @@ import pytest
 
 from between import Between
 from fault_proxy import FaultProxy
-from whitney_loop import OperationFailed, OperationTimeout, RequestRejected, WhitneyClient, fetching, result_sampler_id
+from whitney_loop import (
+    OperationFailed,
+    OperationTimeout,
+    RequestRejected,
+    WhitneyClient,
+    fetching,
+    result_sampler_id,
+    transport,
+)
 from whitney_loop.local import serve
 
 WAIT_S = 20.0  # a test that goes wrong ends; one that goes right never waits for it
@@ -165,3 +173,23 @@ def test_an_operation_may_take_its_time_again_if_those_before_it_have_ended_mean
     with pytest.raises(OperationTimeout):
         fetchers._result(slow)
     assert slow.times == 3
+
+
+def test_trouble_that_all_threads_meet_is_logged_once(service, caplog, monkeypatch):
+    monkeypatch.setattr(transport, "_backoff_s", lambda _: 0.5)
+    troubled = set()
+
+    class Troubles(Between):
+        def after(self, path, body, answer):
+            return answer | {"status": "queued"} if body and answer.get("kind") == "logprobs" else answer
+
+    def first_poll(method, path):
+        is_poll = method == "GET" and "/operations/" in path and seq_id_in(path) > 1 and path not in troubled
+        troubled.add(path)
+        return is_poll
+
+    with Troubles(service) as polled, FaultProxy(polled.base_url, rate=1, kinds=["503"], only=first_poll) as proxy:
+        with WhitneyClient(proxy.base_url, service.api_key) as client:
+            run_id, sampler_id = a_sampler(client)
+            client.sampler_operations(run_id, sampler_id, "logprobs", LOGPROBS)
+    assert len(proxy.faults) == 4 and len(caplog.records) == 1

@@ -83,6 +83,7 @@ class Transport:
                 outcome="not_sent",
             )
         self._connections = Connections(self.base_url, ca_file=ca_file, direct=loopback)
+        self._said_until = 0.0  # when the next trouble is logged
 
     def exchange(
         self,
@@ -217,8 +218,11 @@ class Transport:
         asked_s = trouble.retry_after_s or 0
         pause = max(asked_s, _backoff_s(facts["attempts"]))
         if pause < left:
-            again = f"attempt {facts['attempts']}, again in {pause:.1f} s"
-            log(logging.WARNING, f"{facts['method']} {facts['path']}: {trouble}; {again}")
+            now = time.monotonic()
+            if now >= self._said_until:  # threads that wait for results meet the same trouble at the same time
+                self._said_until = now + pause
+                again = f"attempt {facts['attempts']}, again in {pause:.1f} s"
+                log(logging.WARNING, f"{facts['method']} {facts['path']}: {trouble}; {again}")
             time.sleep(pause)
             return
         refused: Outcome = "rejected" if trouble.about else "not_sent"
