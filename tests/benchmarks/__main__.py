@@ -20,15 +20,14 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from delay_proxy import DelayProxy
 
 from whitney_loop import WhitneyClient, adamw_optimizer, check_payload, forward_backward_payload, rl_datum
 from whitney_loop.local.byte_lm import ByteLM
 
+ROOT = Path(__file__).resolve().parents[2]
 DELAY_S = 0.025  # each direction
 KEY = "key-of-the-benchmark"
 RANK = 32  # the loops' default
