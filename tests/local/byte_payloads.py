@@ -75,4 +75,4 @@ def trained(steps=3, rank=4, seed=0):
 def state_of(engine):
     """Everything that decides the future: weights, moments, gradients, step."""
     moments = engine._moment1, engine._moment2
-    return engine._policy.weights(), *moments, engine._gradient, engine.sampler().version
+    return engine._policy.weights, *moments, engine._gradient, engine.sampler().version

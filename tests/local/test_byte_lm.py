@@ -53,7 +53,7 @@ def test_the_accumulated_gradient_is_that_of_the_loss_by_central_differences(los
     engine = trained()
     batch = random_payload(loss, f"check {loss}", **config)
     engine.forward_backward(batch)
-    gradient, weights = engine._gradient, engine._policy.weights()
+    gradient, weights = engine._gradient, engine._policy.weights
     slopes = slopes_of(engine, batch)
     rng = random.Random(f"entries {loss}")
     rows = [END, *b"abc"]
@@ -169,7 +169,7 @@ def reference_adamw(weights, gradients, optimizer):
 def test_the_step_is_adamw_with_decoupled_decay_and_a_global_norm_clip(clip):
     optimizer = ADAMW | {"weight_decay": 0.1, "eps": 1e-3, "grad_clip_norm": clip}
     engine = ByteLM(4, 0)
-    start, gradients = engine._policy.weights(), []
+    start, gradients = engine._policy.weights, []
     for step in range(3):
         engine.forward_backward(random_payload("importance_sampling", f"adamw {step}"))
         norm = math.sqrt(math.fsum(g * g for g in engine._gradient))
@@ -181,7 +181,7 @@ def test_the_step_is_adamw_with_decoupled_decay_and_a_global_norm_clip(clip):
         reference_adamw(w, of_weight, optimizer)
         for w, of_weight in zip(start, zip(*gradients, strict=True), strict=True)
     ]
-    assert engine._policy.weights() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert engine._policy.weights == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_a_step_needs_a_gradient_since_the_last_one():
@@ -195,10 +195,10 @@ def test_a_step_needs_a_gradient_since_the_last_one():
 
 def test_a_gradient_that_is_zero_everywhere_is_a_gradient():
     engine = ByteLM(4, 0)
-    before = engine._policy.weights()
+    before = engine._policy.weights
     engine.forward_backward(payload(datum(b"ab", b"bc", [0.0, 0.0])))
     assert engine.optim_step(ADAMW) == {"step": 1, "grad_norm": 0.0}
-    assert engine._policy.weights() == before
+    assert engine._policy.weights == before
 
 
 @pytest.mark.parametrize("operation", ["forward", "forward_backward"])
@@ -302,15 +302,15 @@ def test_the_critic_learns_returns_that_its_inputs_tell_apart():
 
 def test_the_critic_leaves_the_policy_alone_and_the_policy_the_critic():
     engine = ByteLM(4, 0)
-    start = engine._policy.weights()
+    start = engine._policy.weights
     engine.forward_backward(random_payload("ppo_critic", "critic"))
     engine.optim_step(ADAMW)
-    after_critic = engine._policy.weights()
+    after_critic = engine._policy.weights
     assert after_critic[:ADAPTER] == start[:ADAPTER]
     assert after_critic[ADAPTER:] != start[ADAPTER:]
     engine = ByteLM(4, 0)
     train(engine, 0, 3)
-    for numbers in (engine._policy.weights(), engine._moment1, engine._moment2):
+    for numbers in (engine._policy.weights, engine._moment1, engine._moment2):
         assert numbers[ADAPTER:] == [0.0] * 514
 
 
@@ -472,7 +472,7 @@ def test_the_adapter_is_the_model(tmp_path):
     a_shape, a = tensors["base_model.model.bigram.lora_A.weight"]
     b_shape, b = tensors["base_model.model.bigram.lora_B.weight"]
     assert (a_shape, b_shape) == ([4, 514], [257, 4])
-    assert b == pytest.approx(engine._policy.weights()[514 * 4 : ADAPTER], rel=1e-6)
+    assert b == pytest.approx(engine._policy.weights[514 * 4 : ADAPTER], rel=1e-6)
     prev, cur, token = b"abc"
     h = [a[k * 514 + prev] + a[k * 514 + 257 + cur] for k in range(4)]
     logits = [

@@ -29,8 +29,8 @@ def test_training_starts_at_the_base_model_whatever_rank_and_seed():
 
 
 def test_the_seed_decides_the_initial_weights():
-    assert ByteLM(4, 1)._policy.weights() == ByteLM(4, 1)._policy.weights() == ByteLM(4, "1")._policy.weights()
-    assert ByteLM(4, 1)._policy.weights() != ByteLM(4, 2)._policy.weights()
+    assert ByteLM(4, 1)._policy.weights == ByteLM(4, 1)._policy.weights == ByteLM(4, "1")._policy.weights
+    assert ByteLM(4, 1)._policy.weights != ByteLM(4, 2)._policy.weights
 
 
 def test_the_cache_of_contexts_stays_within_its_limit_and_changes_no_result(monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import add
@@ -17,7 +18,6 @@ from typing import Any
 
 from whitney_loop.local import safetensors
 from whitney_loop.local.byte_model import (
-    CACHED_CONTEXTS,
     END,
     INPUTS,
     LORA_ALPHA,
@@ -25,7 +25,6 @@ from whitney_loop.local.byte_model import (
     Context,
     Policy,
     Slopes,
-    choices_of,
     context_of,
     contexts_of,
     flat,
@@ -132,7 +131,7 @@ class ByteLM:
             gradient = [g * (limit / norm) for g in gradient]
         try:
             weights, moment1, moment2 = _adamw(
-                self._policy.weights(), gradient, self._moment1, self._moment2, self._step + 1, optimizer
+                self._policy.weights, gradient, self._moment1, self._moment2, self._step + 1, optimizer
             )
         except ZeroDivisionError:
             raise EngineError("non_finite_update", "the update divides by zero; use an eps above 0") from None
@@ -157,7 +156,7 @@ class ByteLM:
 
         Gradients that wait for a step are not part of a state.
         """
-        numbers = {"weights": self._policy.weights(), "moment1": self._moment1, "moment2": self._moment2}
+        numbers = {"weights": self._policy.weights, "moment1": self._moment1, "moment2": self._moment2}
         state = {"format": _STATE_FORMAT, "step": self._step} | numbers
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
         return self._step
@@ -220,27 +219,22 @@ class ByteLMSampler:
         params = request["sampling_params"]
         prompt = folded(request["prompt"]["token_ids"])
         stops = {END, *(token for token in params.get("stop", ()) if token <= END)}
-        choices: dict[Context, tuple[list[int], list[float]]] = {}
+        choices = self._policy.choices(params)
 
         def continuation(rng: random.Random) -> JSONObject:
             tokens: list[int] = []
             logprobs: list[float] = []
-            last_two = prompt[-2:]
+            context = context_of(prompt[-2:])
             while len(tokens) < params["max_tokens"]:
                 self._proceed()
-                context = context_of(last_two)
-                policy = self._policy.logprobs(context)
-                if context not in choices:
-                    if len(choices) >= CACHED_CONTEXTS:
-                        choices.clear()
-                    choices[context] = choices_of(policy, params)
-                candidates, cumulative = choices[context]
-                token = rng.choices(candidates, cum_weights=cumulative)[0]
+                candidates, cumulative = choices(context)
+                point = rng.random() * cumulative[-1]
+                token = candidates[bisect(cumulative, point, hi=len(candidates) - 1)]
                 tokens.append(token)
-                logprobs.append(policy[token])
-                last_two = [last_two[-1], token]
+                logprobs.append(self._policy.logprobs(context)[token])
                 if token in stops:
                     return {"tokens": tokens, "logprobs": logprobs, "stop_reason": "stop"}
+                context = (context[-1] - VOCABULARY, VOCABULARY + token)
             return {"tokens": tokens, "logprobs": logprobs, "stop_reason": "length"}
 
         return [continuation(random.Random(f"{seed}:{i}")) for i in range(request["num_samples"])]
