@@ -29,6 +29,7 @@ from whitney_loop.loop import (
     UsageError,
     UserLoss,
     Work,
+    evaluation_cost,
     fingerprint,
     load_user_loss,
     named_in_errors,
@@ -129,19 +130,21 @@ def prepare(options: Options, first_cycle: int) -> Work:
         notes += [f"--build-loss {options.build_loss}: build_batch_loss of its module is called once a cycle instead"]
     else:
         notes += notes_on_groups(requests)
+    cycles = range(first_cycle, first_cycle + options.cycles)
+    cost = rl_cost(
+        requests,
+        cycles=options.cycles,
+        batch_size=options.batch_size,
+        updates=options.updates,
+        minibatches=options.minibatches,
+        max_datums=options.max_datums,
+    )
     return Work(
-        cycles=range(first_cycle, first_cycle + options.cycles),
+        cycles=cycles,
         operations=[*operations, *loss.operations],
         data={"requests": len(requests), "data_sha256": fingerprint(requests)},
         train=lambda training: train(training, options, loss, requests, held_out),
-        cost=rl_cost(
-            requests,
-            cycles=options.cycles,
-            batch_size=options.batch_size,
-            updates=options.updates,
-            minibatches=options.minibatches,
-            max_datums=options.max_datums,
-        ),
+        cost=cost + evaluation_cost(held_out, cycles, options.eval_every, save_best=options.save_best),
         requests=requests,
         loss_function=loss.loss_function,
         notes=notes,

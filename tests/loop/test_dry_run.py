@@ -13,6 +13,7 @@ from whitney_loop.loop import place
 
 RL = ("rl_loop", "--dry-run", "--build-loss", GRPO, "--model", "byte-lm", "--sample-json", "one.jsonl")
 OFFER = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
+VOWELS = "grpo_build_loss:reward"
 LAST_LINE = "dry run: everything that needs no session was checked; none was created\n"
 
 
@@ -60,6 +61,7 @@ def costs_at_most(done):
     [
         ("rl_loop", ("--build-loss", GRPO, "--cycles", "4", "--save-every", "2")),
         ("rl_loop", ("--build-loss", GRPO, "--updates", "2", "--minibatches", "3", "--max-datums", "1")),
+        ("rl_loop", ("--build-loss", GRPO, "--eval-json", "many.jsonl", "--eval-every", "1", "--reward", VOWELS)),
         ("sft_loop", ("--epochs", "2", "--batch-size", "5", "--save-every", "1")),
         ("distillation_loop", ("--cycles", "3", "--save-every", "2")),
     ],

@@ -4,7 +4,7 @@
 ``run_training`` opens a run and closes it on every exit, and the loop's own ``train`` calls the client.
 """
 
-from whitney_loop.loop.cost import distillation_cost, rl_cost, sft_cost
+from whitney_loop.loop.cost import distillation_cost, evaluation_cost, rl_cost, sft_cost
 from whitney_loop.loop.cycle import Cycle
 from whitney_loop.loop.evaluation import Evaluation, read_held_out
 from whitney_loop.loop.metrics import mean_loss, merged_results, trained_tokens
@@ -38,6 +38,7 @@ __all__ = [
     "Work",
     "batch_of_step",
     "distillation_cost",
+    "evaluation_cost",
     "evaluation_payloads",
     "fingerprint",
     "formatted",

@@ -33,6 +33,14 @@ def rl_cost(
     return _times(cycles, each)
 
 
+def evaluation_cost(held_out: Sequence[Mapping[str, Any]], cycles: range, every: int, *, save_best: bool) -> Cost:
+    """The cost of the evaluations before every Nth cycle and after the last, if each is better than those before."""
+    if not held_out:
+        return Cost()
+    each = Cost({"sample": len(held_out), SAMPLED: sum(map(_most_tokens, held_out)), "save_state": int(save_best)})
+    return Cost({"save_weights_for_sampler": 1}) + _times(1 + sum(cycle % every == 0 for cycle in cycles), each)
+
+
 def sft_cost(data: Sequence[Datum], *, cycles: int, batch_size: int, eval_data: Sequence[Datum] = ()) -> Cost:
     """The cost of so many optimizer steps, and of an evaluation before and after them."""
     epochs = _divided_up(cycles, steps_in(data, 1, batch_size))
