@@ -88,7 +88,7 @@ class Options(LoopOptions):
 
     show_every: int | None = option(
         None,
-        "print the best, median and worst text of every N-th cycle too, not only of the first and the last",
+        "show texts of every N-th cycle too, not only the first and last",
         group="texts",
         metavar="N",
         at_least=1,

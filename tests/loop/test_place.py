@@ -92,6 +92,7 @@ class Tiny(ByteLMBackend):
     name, model, stands_in, largest_rank = "tiny", "tiny-lm", False, 8
     losses = frozenset({"cross_entropy", "importance_sampling"})
     suggested_learning_rate = 0.05
+    clips_gradients = False
 
 def make(size: int, broken: bool = False):
     if broken:
@@ -140,6 +141,7 @@ def test_a_service_by_url_gets_the_default_learning_rate(train, remote):
         ([*ON_TINY, "--engine-option", "broken=true"], {}, "cannot start: OSError: no model in folder x"),
         (["--engine", "theirs:make"], {}, "no module 'theirs'"),
         ([*ON_TINY], {"WHITNEY_BASE_URL": "http://127.0.0.1:1"}, "pass --local"),
+        ([*ON_TINY, "--optimizer", "grad_clip_norm=1"], {}, "grad_clip_norm: tiny does not clip gradients; leave it"),
         ([*ON_TINY, "--lora-rank", "9"], {}, "lora.rank is 9; expected an integer from 1 to 8"),
         ([*ON_TINY, "--model", "other"], {}, 'model is "other"; tiny trains only "tiny-lm" here'),
         (

@@ -30,6 +30,10 @@ def test_the_columns_stand_still_whatever_the_values_are():
     assert lines[0].count("–") == 4
 
 
+def test_a_change_by_a_rounding_error_is_none():
+    assert "0.3 +0 " in re.sub(" +", " ", line({"reward": 0.1 + 0.2}, 0.3))
+
+
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05")])
 def test_a_time_is_hours_minutes_and_seconds(seconds, shown):
     assert clock(seconds) == shown

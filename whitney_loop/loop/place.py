@@ -14,6 +14,7 @@ from whitney_loop.local import Backend, load_backend, serve
 from whitney_loop.local.byte_lm import ByteLMBackend
 from whitney_loop.local.requests import ServiceError, run_request
 from whitney_loop.loop.options import LoopOptions, UsageError
+from whitney_loop.loop.schedule import full_optimizer
 
 _DRY_RUN_S = 15.0  # for the one question that a dry run asks a service
 
@@ -66,13 +67,15 @@ def load_engine(options: LoopOptions) -> Backend | None:
 
 
 def require_within_limits(backend: Backend, options: LoopOptions, loss_function: str | None) -> None:
-    """Raise UsageError if the engine would refuse the run or the loss that the options ask for."""
+    """Raise UsageError if the engine would refuse the run, the loss or the optimizer that the options ask for."""
     try:
         run_request(options.provider, {"model": options.model, "lora": {"rank": options.lora_rank}}, backend)
     except ServiceError as error:
         raise UsageError(f"{error}") from None
     if loss_function not in {None, *backend.losses}:
         raise UsageError(f"{backend.name} has no loss {loss_function}; it has {', '.join(sorted(backend.losses))}")
+    if full_optimizer(options)["grad_clip_norm"] > 0 and not backend.clips_gradients:
+        raise UsageError(f"--optimizer grad_clip_norm: {backend.name} does not clip gradients; leave it out")
 
 
 @contextmanager

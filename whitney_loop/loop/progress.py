@@ -18,7 +18,7 @@ def progress_line(
     ``before`` is the first metric's value in the cycle before. A value that is no number is shown as –.
     """
     (first, value), *others = shown.items()
-    change = value - before if is_number(value) and is_number(before) else None
+    change = round(value - before, 9) if is_number(value) and is_number(before) else None  # no rounding errors
     columns = [f"cycle {cycle:<4}", f"{first} {_text(value, '.4g'):<8} {_text(change, '+.2g'):<8}"]
     columns += [f"{name} {_text(other, '.3g'):<8}" for name, other in others]
     columns += [f"{tokens_per_s:>5.0f} tokens/s", f"{tokens:>7} tokens", f"{clock(seconds_left):>7} left"]
