@@ -124,19 +124,15 @@ class TinkerRun:
     def __init__(self, backend: TinkerBackend, rank: int, seed: int, proceed: Callable[[], None]) -> None:
         self._backend, self._proceed = backend, proceed
         self._open(lambda: self._service.create_lora_training_client(backend.model, rank=rank, seed=seed % 2**31))
-        if not backend.averages:
-            try:
-                self._require_sums()
-            except BaseException:
-                self._finish("errored")
-                raise
 
     def _open(self, create: Callable[[], Any]) -> None:
-        """Begin a session, and make the training client in it."""
+        """Begin a session, and make the training client in it. If that fails, the session is finished."""
         self._service = tinker.ServiceClient()
         opening = _in_thread(lambda: create().result())
         try:
             self._training = self._wait(opening)
+            if not self._backend.averages:
+                self._require_sums()
         except BaseException as failure:
             opening.add_done_callback(lambda _: self._service.close("errored"))
             if isinstance(failure, tinker.APIStatusError):
@@ -170,8 +166,8 @@ class TinkerRun:
         loss_function, data, result = payload["loss_function"], payload["data"], None
         if loss_function == "cross_entropy" and not self._backend.averages:
             sent = [_values(datum, "target_tokens", "weights") for datum in data]
-        elif loss_function == "importance_sampling" and all(map(_has_usual_ratios, data)):
-            sent = [_without_weights(datum) for datum in data]
+        elif loss_function == "importance_sampling" and all(map(_ratios_are_limited, data)):
+            sent = [_with_weighted_advantages(datum) for datum in data]
         else:
             logprobs = self._forward(data)
             result, slopes = _evaluated(payload, logprobs)
@@ -224,7 +220,7 @@ class TinkerRun:
         path, step = (state.get(name) for name in ("path", "step")) if isinstance(state, dict) else (None, None)
         if not isinstance(path, str) or type(step) is not int:
             raise ValueError(f"{folder} names no checkpoint")
-        self._finish("success")
+        self.close()
         self._open(lambda: self._service.create_training_client_from_state_with_optimizer(path))
         self._step = step
 
@@ -243,10 +239,7 @@ class TinkerRun:
 
     def close(self) -> None:
         """Finish the session, which frees the model and every sampler."""
-        self._finish("success")
-
-    def _finish(self, status: str) -> None:
-        self._service.close(status).result(_CLOSE_S)
+        self._service.close("success").result(_CLOSE_S)
 
     def _wait(self, future: Any) -> Any:
         return self._backend.wait(future, self._proceed)
@@ -321,20 +314,17 @@ def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONOb
     return {"loss": loss, "metrics": metrics, "outputs": [{"logprobs": p} for p in logprobs]}, slopes
 
 
-def _has_usual_ratios(datum: JSONObject) -> bool:
-    """Whether no ratio can exceed the limit that the contract's loss has, and the server's has not."""
-    tensors = _values(datum, "weights", "logprobs")
-    return all(w == 0 or q >= -LOG_RATIO_LIMIT for w, q in zip(tensors["weights"], tensors["logprobs"], strict=True))
+def _ratios_are_limited(datum: JSONObject) -> bool:
+    """Whether no ratio can exceed the limit that the contract's loss has: the server's loss has none."""
+    lowest: float = min(_values(datum, "logprobs")["logprobs"])
+    return lowest >= -LOG_RATIO_LIMIT
 
 
-def _without_weights(datum: JSONObject) -> JSONObject:
-    """The tensors of importance sampling on the server, which has no weights: the advantages hold them."""
-    tensors = _values(datum, "target_tokens", "weights", "logprobs", "advantages")
-    weights = tensors.pop("weights")
-    return tensors | {
-        "logprobs": [q if w else 0.0 for w, q in zip(weights, tensors["logprobs"], strict=True)],
-        "advantages": [w * a for w, a in zip(weights, tensors["advantages"], strict=True)],
-    }
+def _with_weighted_advantages(datum: JSONObject) -> JSONObject:
+    """The tensors of importance sampling on the server, where it has no weights."""
+    tensors = _values(datum, "target_tokens", "logprobs", "advantages")
+    weights = _values(datum, "weights")["weights"]
+    return tensors | {"advantages": [w * a for w, a in zip(weights, tensors["advantages"], strict=True)]}
 
 
 def _values(datum: JSONObject, *names: str) -> JSONObject:

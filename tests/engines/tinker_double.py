@@ -47,6 +47,7 @@ class Double:
         self.models, self.samplers, self.sampler_sessions, self.results = {}, {}, {}, {}
         self.sessions, self.requests, self.cancelled = {}, [], []  # session → its finish, or None
         self.begun = threading.Event()  # a request that is held has come
+        self.finished = threading.Event()  # a session has been finished
         self.base_url = None
         self._numbers, self._lock = count(), threading.Lock()
 
@@ -77,6 +78,7 @@ class Double:
         self.sessions[session_id] = body["reason"]["type"]
         for model_id in [each for each in self.models if each.startswith(f"{session_id}:")]:
             del self.models[model_id]
+        self.finished.set()
 
     def cancel_future(self, body):
         self.cancelled.append(body["request_id"])
