@@ -87,11 +87,7 @@ class Options(LoopOptions):
     )
 
     show_every: int | None = option(
-        None,
-        "show texts of every N-th cycle too, not only the first and last",
-        group="texts",
-        metavar="N",
-        at_least=1,
+        None, "show texts of every Nth cycle too, not only of first and last", group="texts", metavar="N", at_least=1
     )
     samples: Path | None = option(
         None, "write a line per completion, with its text and reward (see plot)", group="texts", metavar="FILE.jsonl"
