@@ -151,40 +151,47 @@ class Operations:
         with order.lock:
             if order.broken:
                 raise RunBroken(
-                    f"{kind} is not sent: {order.broken}. Only finish, cancel and close can follow",
+                    f"{kind} is not sent: {order.broken}. Until then only finish, cancel and close can follow",
                     outcome="not_sent",
                 )
             if order.next_seq_id is None:
                 order.next_seq_id = self._next_seq_id(run_id)
                 if order.next_seq_id != 1:
                     log(logging.WARNING, f"{run_id} was operated by another client before: a run has one client")
-            seq_id = order.next_seq_id
-            order.fetch_expiring_results(seq_id, timeout_s)
-            head = as_json({wire.KIND: kind, wire.SEQ_ID: seq_id}, kind)[:-1] + f',"{wire.PAYLOAD}":'.encode()
-            body = [head, serialised, b"}"]  # in parts: a payload may have 100 MB, and is not copied
+            order.fetch_expiring_results(order.next_seq_id, timeout_s)
             if path == wire.path(wire.OPERATIONS, run_id=run_id):
-                order.newest = seq_id
+                order.newest = order.next_seq_id
+            pending = PendingOperation(run_id, kind, order.next_seq_id, path, {}, self._wait, _hang_up=hang_up)
             try:
-                budget_s = self._submit_timeout_s if timeout_s is None else timeout_s
-                answer = self._transport.exchange("POST", path, body, budget_s=budget_s, seq_id=seq_id)
-                pending = PendingOperation(run_id, kind, seq_id, path, answer, self._wait, _hang_up=hang_up)
-                _require_operation(answer, pending)
+                self._send(pending, serialised, timeout_s)
                 self._accept(order, [kind])
             except BaseException as error:  # a Ctrl-C too leaves the outcome unknown
-                order.broken = _why_broken(error, kind, seq_id)
-                if order.broken and not _is_out_of_step(error):
-                    order.lost.append(kind)
-                if (
-                    isinstance(error, RequestRejected)
-                    and error.outcome == "unknown"
-                    and not self._has_taken(order, run_id)
-                ):
-                    error.outcome, order.broken = "rejected", None
+                self._note_loss(order, pending, error)
                 raise
             order.recent.append(weakref.ref(pending))
             if repeat_after_s:
                 pending._repeat = functools.partial(self._repeat, order, payload, repeat_after_s)
         return pending
+
+    def _send(self, pending: PendingOperation, payload: bytes, timeout_s: float | None) -> None:
+        kind, seq_id = pending.kind, pending.seq_id
+        head = as_json({wire.KIND: kind, wire.SEQ_ID: seq_id}, kind)[:-1] + f',"{wire.PAYLOAD}":'.encode()
+        body = [head, payload, b"}"]  # in parts: a payload may have 100 MB, and is not copied
+        budget_s = self._submit_timeout_s if timeout_s is None else timeout_s
+        answer = self._transport.exchange("POST", pending.path, body, budget_s=budget_s, seq_id=seq_id)
+        _require_operation(answer, pending)
+        pending._operation = answer
+
+    def _note_loss(self, order: _Order, pending: PendingOperation, error: BaseException) -> None:
+        """Break the order, unless it is certain that the service did not take the operation."""
+        order.broken = _why_broken(error, pending.kind, pending.seq_id)
+        if order.broken and not _is_out_of_step(error):
+            order.lost.append(pending.kind)
+        if isinstance(error, RequestRejected) and error.outcome == "unknown":
+            # A resend was refused. Did the service take what was sent before? If it does not say, it may have.
+            with contextlib.suppress(WhitneyError):
+                if self._next_seq_id(pending.run_id) == order.next_seq_id:
+                    error.outcome, order.broken = "rejected", None
 
     def _repeat(
         self,
@@ -226,13 +233,6 @@ class Operations:
         with self._lock:
             self.accepted.update(kinds)
         order.next_seq_id, order.lost = order.next_seq_id + 1, []
-
-    def _has_taken(self, order: _Order, run_id: str) -> bool:
-        """Ask the run if it took a request whose resend was refused. If it does not say, it may have."""
-        try:
-            return self._next_seq_id(run_id) != order.next_seq_id
-        except WhitneyError:
-            return True
 
     def settle(self, timeout_s: float) -> None:
         """Find out what became of the operations whose outcome is unknown, so that others can follow them.
