@@ -23,6 +23,7 @@ model; the SDK keeps it alive, and it is finished when the run ends. What differ
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import math
@@ -239,7 +240,8 @@ class TinkerRun:
 
     def close(self) -> None:
         """Finish the session, which frees the model and every sampler."""
-        self._service.close("success").result(_CLOSE_S)
+        with contextlib.suppress(tinker.NotFoundError):  # SkyRL ends a session when its heartbeat ends, as it now does
+            self._service.close("success").result(_CLOSE_S)
 
     def _wait(self, future: Any) -> Any:
         return self._backend.wait(future, self._proceed)

@@ -268,7 +268,7 @@ def test_killing_the_server_in_mid_run_fails_the_run_in_the_engines_name(run_loo
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             points_to(re.search(r"TINKER_BASE_URL=(\S+)", process.stdout.readline())[1])
-            arguments = loop_arguments("--cycles", "3", "--engine-option", "silence_s=1", "--timeout", str(WAIT_S))
+            arguments = loop_arguments("--cycles", "3", "--engine-option", "silence_s=5", "--timeout", "60")
             arguments[1] = "killer:build_loss"
             done = run_loop("rl_loop", *arguments, PID_TO_KILL=str(process.pid))
         finally:
