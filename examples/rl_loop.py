@@ -75,11 +75,9 @@ class Options(LoopOptions):
         None, "held-out prompts, sampled without training", group="evaluation", metavar="FILE"
     )
     eval_every: int = option(
-        10, "evaluate before every Nth cycle, from 0 on, and at the end", group="evaluation", metavar="N", at_least=1
+        10, "evaluate before every Nth cycle, and at the end", group="evaluation", metavar="N", at_least=1
     )
-    save_best: bool = option(
-        False, "save a state when the mean reward of an evaluation is the best so far", group="evaluation"
-    )
+    save_best: bool = option(False, "save a state whenever an evaluation is the best so far", group="evaluation")
     updates: int = option(1, "passes over the samples of each cycle", group="optimizer", at_least=1)
     minibatches: int = option(1, "optimizer steps of a pass, on shuffled samples", group="optimizer", at_least=1)
     max_datums: int | None = option(

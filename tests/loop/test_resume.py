@@ -196,12 +196,16 @@ def test_a_run_with_every_option_on_resumes_exactly(train, run_loop, folder):
     steps = ("--updates", "2", "--minibatches", "2", "--max-datums", "3", "--optimizer", "weight_decay=0.1")
     schedule = ("--schedule", "cosine", "--warmup", "2", "--optimizer", "grad_clip_norm=1")
     ends = ("--stop-at", "optim/grad_norm:1e9", "--token-budget", "999999", "--max-minutes", "999")
-    every = (*RL, *steps, *schedule, *ends)
-    whole = train("rl_loop", *every, "--seed", "1", "--cycles", "7", "--metrics", "whole.jsonl")
-    every = (*every, "--build-loss", "mine:fails", "--metrics", "m.jsonl")
+    held_out = ("--eval-json", "held_out.jsonl", "--eval-every", "2", "--save-best", "--reward-threads", "2")
+    write_requests(folder / "held_out.jsonl", ["his "])
+    every = (*RL, *steps, *schedule, *ends, *held_out, "--reward", "grpo_build_loss:reward", "--save-every", "3")
+    files = ("--metrics", "whole.jsonl", "--samples", "whole_samples.jsonl")
+    whole = train("rl_loop", *every, "--seed", "1", "--cycles", "7", *files)
+    every = (*every, "--build-loss", "mine:fails", "--metrics", "m.jsonl", "--samples", "samples.jsonl")
     assert run_loop("rl_loop", *every, "--seed", "1", "--cycles", "7").returncode == 1
     (folder / "go on").touch()
     resumed = train("rl_loop", *every, "--cycles", "2", "--resume-from", "last")
     assert "with other options" not in resumed.stderr
     assert resumed.adapter == whole.adapter
     assert metrics_of(folder / "m.jsonl") == metrics_of(folder / "whole.jsonl")
+    assert (folder / "samples.jsonl").read_text() == (folder / "whole_samples.jsonl").read_text()

@@ -68,7 +68,8 @@ class History:
     def changes(self, config: Mapping[str, Any]) -> str:
         """The options that differ from those of the run until now; empty if none does."""
         before = self.configs[-1] if self.configs else {}
-        changed = [name for name in MAY_CHANGE if name in before and before[name] != config.get(name)]
+        # As text: the file holds a path as text.
+        changed = [name for name in MAY_CHANGE if name in before and str(before[name]) != str(config.get(name))]
         told = [f"{flag_of(name)} {before[name]} → {config.get(name)}" for name in changed]
         for name, value in before.get("optimizer", {}).items():
             now = config["optimizer"].get(name)
