@@ -130,12 +130,12 @@ def test_a_file_without_a_cycle_is_named_and_the_others_are_plotted(tmp_path, pl
 
 
 def test_the_reward_comes_first_and_the_evaluation_beside_it(tmp_path, plot):
-    entries = [
-        {"cycle": c, "a": c, "reward/std": c + 2, "eval/reward/mean": c - 1, "reward/mean": 2 * c} for c in (0, 1)
-    ]
+    keys = ("a", "reward/std", "eval/completions/tokens", "eval/accuracy", "eval/reward/mean", "reward/mean")
+    entries = [{"cycle": cycle, **{key: cycle * index for index, key in enumerate(keys, 1)}} for cycle in (0, 1)]
     content = plot(written(tmp_path / "m.jsonl", *entries))
     top, rest = content.partition("<h2>")[::2]
-    assert Page(top).figures == ["reward/mean", "eval/reward/mean"] and Page(rest).figures == ["reward/std", "a"]
+    assert Page(top).figures == ["reward/mean", "eval/accuracy", "eval/reward/mean"]
+    assert Page(rest).figures == ["reward/std", "eval/completions/tokens", "a"]
 
 
 def test_each_chart_tells_the_last_and_the_best_value_its_meaning_and_which_way_is_good(tmp_path, plot):

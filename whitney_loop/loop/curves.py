@@ -19,6 +19,7 @@ LONGEST_TEXT = 400  # characters of a prompt's end and of a completion
 UNCOMPARED_OPTIONS = frozenset(  # they change no curve: run length, paths, ids
     {"cycles", "first_cycle", "resume_from", "started", "session_id", "run_id", "save_every", "metrics", "storage"}
     | {"stop_at", "token_budget", "max_minutes", "show_every", "samples", "samples_per_group", "reward_threads", "log"}
+    | {"save_best"}
     | {"journal", "recover", "timeout", "base_url", "ca_file", "local", "optimizer learning_rate"}
 )
 

@@ -120,7 +120,7 @@ def page(runs: Sequence[Run]) -> str:
     first, last = min(run.cycles[0]["cycle"] for run in runs), max(run.cycles[-1]["cycle"] for run in runs)
     across = ticks(first, max(last, first + 5))  # whole numbers, for 5 or more
     moving, notes = sorted_out(runs)
-    top = [key for key in moving if key in ("reward/mean", "reward") or key.startswith("eval/")] or moving[:1]
+    top = [key for key in moving if _is_headline(key)] or moving[:1]
     differing = options(runs, only_differing=True)
     samples = [texts_by_cycle(run) for run in runs if run.samples]
     data = {"first": across[0], "last": across[-1], "step": cycles_in_a_mean(across), "samples": samples}
@@ -292,6 +292,10 @@ def _colour(index: int) -> str:
 
 def _dash(index: int) -> str:
     return f'<span style="color:{_colour(index)}">━</span>'
+
+
+def _is_headline(key: str) -> bool:
+    return key in ("reward/mean", "reward") or (key.startswith("eval/") and not key.endswith(("/std", "/tokens")))
 
 
 def _place_in_order(key: str) -> tuple[int, str]:
