@@ -162,6 +162,7 @@ def test_a_resumption_is_marked_in_every_chart_and_the_configuration_is_shown(tm
     cycles = [{"cycle": cycle, "a": cycle, "b": -cycle} for cycle in range(4)]
     content = plot(written(tmp_path / "m.jsonl", first, *cycles[:2], again, *cycles[2:]))
     assert len(re.findall(r'<line class=resumed style="stroke:#0072b2" x1="400.0" x2="400.0"', content)) == 2
+    assert "(cycles 0–3; dashed: resumed at 2)" in content
     assert content.count("<td>optimizer beta1</td><td>0.9 → 0.5 (cycle 2)</td>") == 2
     assert "<td>seed</td><td>1</td>" in content.partition("<details>")[2]
 
@@ -239,6 +240,12 @@ def test_a_curve_is_broken_where_it_has_no_value_for_long():
     curve = [(cycle, 1.0) for cycle in [*range(10), *range(60, 70), 200]]
     assert segments(curve, 1) == [curve[:10], curve[10:20], curve[20:]]
     assert segments([], 1) == []
+
+
+def test_a_curve_of_few_evaluations_is_not_broken_between_them():
+    assert segments([(cycle, 1.0) for cycle in range(0, 1000, 100)], 2) == [
+        [(cycle, 1.0) for cycle in range(0, 1000, 100)]
+    ]
 
 
 def test_a_long_curve_is_drawn_as_means_of_as_many_cycles_in_each_run():

@@ -34,9 +34,24 @@ def build_loss(sample, cycle, request, ctx):
 """
 
 
+ASKS_ONLY = """
+from grpo_build_loss import reward
+from whitney_loop import group_mean_advantages, policy_payload
+
+def build_loss(sample, cycle, request, ctx):
+    rewards = [ctx.reward(sequence, request) for sequence in sample["sequences"]]
+    return policy_payload(sample, request, group_mean_advantages(rewards), "importance_sampling", provider=ctx.provider)
+"""
+
+
 @pytest.fixture
 def train(run_loop, tmp_path):
-    for name, text in (("mine", MINE), ("raises", RAISES), ("without_rewards", WITHOUT_REWARDS)):
+    for name, text in (
+        ("mine", MINE),
+        ("raises", RAISES),
+        ("without_rewards", WITHOUT_REWARDS),
+        ("asks_only", ASKS_ONLY),
+    ):
         (tmp_path / f"{name}.py").write_text(text)
     write_requests(tmp_path / "prompts.jsonl", ["the ", "she ", "they ", "one "])
 
@@ -153,6 +168,12 @@ def test_the_advantage_is_that_of_the_same_completion(train, tmp_path):
 def test_rewards_of_a_build_batch_loss_are_found_too(train, tmp_path):
     train("--samples", "s.jsonl", "--cycles", "1", build_loss="algorithms.reinforce_pp:build_loss")
     assert all(line["reward"] is not None for line in samples_in(tmp_path / "s.jsonl"))
+
+
+def test_rewards_that_only_ctx_reward_knows_are_found_too(train, tmp_path):
+    train("--samples", "s.jsonl", "--reward", "asks_only:reward", "--cycles", "1", build_loss="asks_only:build_loss")
+    for line in samples_in(tmp_path / "s.jsonl"):
+        assert line["reward"] == sum(line["text"].count(vowel) for vowel in "aeiou") / len(line["tokens"])
 
 
 def test_of_a_group_the_best_and_the_worst_are_kept(train, tmp_path):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from whitney_loop.loop.lines import parsed_lines, read_lines
@@ -13,7 +13,7 @@ from whitney_loop.loop.lines import parsed_lines, read_lines
 Points = list[tuple[float, float]]  # (cycle, value)
 Sample = tuple[float, str]  # (reward, text)
 
-GAP = 50  # points; a curve is broken at a longer gap
+GAP = 50  # times the usual distance of two points; a curve is broken at a longer gap
 LARGEST = 1e300  # beyond it a difference would overflow
 LONGEST_TEXT = 400  # characters of a prompt's end and of a completion
 UNCOMPARED_OPTIONS = frozenset(  # they change no curve: run length, paths, ids
@@ -99,13 +99,14 @@ def _sample(entry: dict[str, Any]) -> Sample:
 
 def segments(curve: Points, cycles: int) -> list[Points]:
     """The curve in means of so many cycles each, broken at its gaps."""
+    groups = [list(group) for _, group in groupby(curve, lambda point: point[0] // cycles)]
+    means = [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
+    usual = median([after[0] - before[0] for before, after in pairwise(means)] or [0])  # more than 1 of an evaluation
     pieces: list[Points] = []
-    for _, group in groupby(curve, lambda point: point[0] // cycles):
-        points = list(group)
-        x, y = fmean(x for x, _ in points), fmean(y for _, y in points)
-        if not pieces or x - pieces[-1][-1][0] > GAP * cycles:
+    for point in means:
+        if not pieces or point[0] - pieces[-1][-1][0] > GAP * usual:
             pieces.append([])
-        pieces[-1].append((x, y))
+        pieces[-1].append(point)
     return pieces
 
 

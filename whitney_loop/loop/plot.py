@@ -128,7 +128,7 @@ def page(runs: Sequence[Run]) -> str:
         "title": " · ".join(escape(run.name) for run in runs),
         "legend": legend(runs),
         "top": "".join(chart(key, runs, across) for key in top) + texts(runs),
-        "changes": differing and f"<h2>What differs between runs, and since a resumption (dashed line)</h2>{differing}",
+        "changes": differing and f"<h2>What differs between runs, or since a resumption</h2>{differing}",
         "notes": notes,
         "charts": "".join(chart(key, runs, across) for key in moving if key not in top),
         "configuration": options(runs),
@@ -157,11 +157,13 @@ def sorted_out(runs: Sequence[Run]) -> tuple[list[str], str]:
 
 
 def legend(runs: Sequence[Run]) -> str:
-    return "".join(
-        f"<span>{_dash(index)} {escape(run.name)} "
-        f"(cycles {run.cycles[0]['cycle']:g}–{run.cycles[-1]['cycle']:g})</span>"
-        for index, run in enumerate(runs)
-    )
+    items = []
+    for index, run in enumerate(runs):
+        cycles = f"cycles {run.cycles[0]['cycle']:g}–{run.cycles[-1]['cycle']:g}"
+        resumed = ", ".join(str(cycle) for cycle in run.resumed_at())
+        cycles += f"; dashed: resumed at {escape(resumed)}" if resumed else ""
+        items.append(f"<span>{_dash(index)} {escape(run.name)} ({cycles})</span>")
+    return "".join(items)
 
 
 def options(runs: Sequence[Run], only_differing: bool = False) -> str:
@@ -243,8 +245,8 @@ def chart(key: str, runs: Sequence[Run], across: Sequence[float]) -> str:
 def about(key: str) -> tuple[str, str, str]:
     """(unit, which way is good, meaning) of a metric."""
     if key.startswith("eval/"):
-        unit, good, _ = about(key.removeprefix("eval/"))
-        return unit, good, METRICS["eval"][2]
+        unit, good, meaning = about(key.removeprefix("eval/"))
+        return unit, good, METRICS["eval"][2] if _is_headline(key) else f"In the evaluation. {meaning}"
     group = key.partition("/")[0]
     return METRICS.get(key) or METRICS.get(group) or METRICS[""]
 
