@@ -161,7 +161,7 @@ def test_a_resumption_is_marked_in_every_chart_and_the_configuration_is_shown(tm
     first, again = config(0, optimizer={"beta1": 0.9}), config(2, optimizer={"beta1": 0.5})
     cycles = [{"cycle": cycle, "a": cycle, "b": -cycle} for cycle in range(4)]
     content = plot(written(tmp_path / "m.jsonl", first, *cycles[:2], again, *cycles[2:]))
-    assert len(re.findall(r'<line class=resumed style="stroke:#0072b2" x1="400.0" x2="400.0"', content)) == 2
+    assert len(re.findall(r'<line class=resumed stroke="#0072b2" x1="400.0" x2="400.0"', content)) == 2
     assert "(cycles 0–3; dashed: resumed at 2)" in content
     assert content.count("<td>optimizer beta1</td><td>0.9 → 0.5 (cycle 2)</td>") == 2
     assert "<td>seed</td><td>1</td>" in content.partition("<details>")[2]

@@ -47,17 +47,9 @@ METRICS = {  # a metric, or all of a group, in the order of the page: (unit, whi
     "ess": ("share of tokens", UP, "Effective sample size: 1 if all tokens count alike, near 0 if a few decide."),
     "clip_frac": ("share of tokens", NEITHER, "Tokens whose gradient was clipped away. Below 0.3 is good."),
     "groups": ("share of groups", DOWN, "Groups whose rewards are all equal: they are billed and teach nothing."),
-    "completions/tokens": (
-        "tokens per cycle",
-        NEITHER,
-        "Sampled tokens. A steady rise may be padding: read the texts.",
-    ),
+    "completions/tokens": ("tokens per cycle", NEITHER, "Sampled tokens. If they rise, the texts tell why."),
     "completions": ("share of completions", DOWN, "Completions that were cut off at max_tokens, or that are empty."),
-    "optim/grad_norm": (
-        "L2 norm",
-        NEITHER,
-        "Length of the gradient. Steady is good; a jump often comes before a collapse.",
-    ),
+    "optim/grad_norm": ("L2 norm", NEITHER, "Steady is good; a jump often comes before a collapse."),
     "optim/learning_rate": ("", NEITHER, "Learning rate of the optimizer step."),
     "tokens": ("tokens per cycle", NEITHER, "Tokens that are trained on."),
     "provider": ("", NEITHER, "Reported by the service."),
@@ -210,36 +202,41 @@ def texts_by_cycle(run: Run) -> list[tuple[int, str, str, str, str]]:
 def chart(key: str, runs: Sequence[Run], across: Sequence[float]) -> str:
     """One metric: last and best value of each run, axes with ticks, a curve per run, and what it means."""
     unit, good, meaning = about(key)
-    points = [run.points(key) for run in runs]
-    curves = [segments(of_run, cycles_in_a_mean(across)) for of_run in points]
+    curves = [segments(run.points(key), cycles_in_a_mean(across)) for run in runs]
     drawn = [y for curve in curves for segment in curve for _, y in segment]
     up = ticks(min(drawn), max(drawn))
-    parts = [f'<line x1=0 x2={SIDE} y1="{y:.1f}" y2="{y:.1f}" />' for y in (SIDE - _scaled(y, up) for y in up)]
-    parts += [f'<line y1=0 y2={SIDE} x1="{x:.1f}" x2="{x:.1f}" />' for x in (_scaled(x, across) for x in across)]
-    values = []
+    values, lines = [], []
     for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-        for cycle in run.resumed_at():
-            x = f"{_scaled(cycle, across):.1f}"
-            parts.append(f'<line class=resumed style="stroke:{_colour(index)}" x1="{x}" x2="{x}" y1=0 y2={SIDE} />')
-        for segment in curve:
-            placed = [(_scaled(x, across), SIDE - _scaled(y, up)) for x, y in segment]
-            if len(placed) == 1:
-                placed.append((placed[0][0] + 8, placed[0][1]))  # a short dash, for a line of no length is not drawn
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-            parts.append(f'<polyline points="{line}" stroke="{_colour(index)}" />')
+        lines += [vertical(cycle, across, f'class=resumed stroke="{_colour(index)}"') for cycle in run.resumed_at()]
+        lines += [polyline(segment, across, up, _colour(index)) for segment in curve]
         if curve:
             exact = " ".join(f"{x:g},{y:.5g}" for segment in curve for x, y in segment)
-            told = summary(points[index], good)
+            told = summary(run.points(key), good)
             values.append(f'<div>{_dash(index)} <span class=value data-points="{exact}">{told}</span></div>')
+    grid = [vertical(x, across) for x in across]
+    grid += [f'<line x1=0 x2={SIDE} y1="{y:.1f}" y2="{y:.1f}" />' for y in (SIDE - _scaled(y, up) for y in up)]
     labels = [f'<i class=y style="top:{100 - _scaled(y, up) * 100 / SIDE:.2f}%">{_label(y)}</i>' for y in up]
     labels += [f'<i class=x style="left:{_scaled(x, across) * 100 / SIDE:.2f}%">{_label(x)}</i>' for x in across]
     margin = max(len(_label(y)) for y in up) + 1
     return (
         f"<figure><figcaption>{escape(key)} <small>{unit}</small></figcaption>{''.join(values)}"
         f'<div class=plot style="margin-left:{margin}ch"><svg viewBox="0 0 {SIDE} {SIDE}" preserveAspectRatio=none '
-        f'role=img aria-label="{escape(key)}">{"".join(parts)}</svg>{"".join(labels)}<i class=cursor></i></div>'
+        f'role=img aria-label="{escape(key)}">{"".join(grid + lines)}</svg>{"".join(labels)}<i class=cursor></i></div>'
         f"<p>{meaning} {good}</p></figure>"
     )
+
+
+def vertical(cycle: float, across: Sequence[float], attributes: str = "") -> str:
+    x = f"{_scaled(cycle, across):.1f}"
+    return f'<line {attributes} x1="{x}" x2="{x}" y1=0 y2={SIDE} />'
+
+
+def polyline(segment: Points, across: Sequence[float], up: Sequence[float], colour: str) -> str:
+    placed = [(_scaled(x, across), SIDE - _scaled(y, up)) for x, y in segment]
+    if len(placed) == 1:
+        placed.append((placed[0][0] + 8, placed[0][1]))  # a short dash, for a line of no length is not drawn
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+    return f'<polyline points="{points}" stroke="{colour}" />'
 
 
 def about(key: str) -> tuple[str, str, str]:
