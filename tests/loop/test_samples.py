@@ -10,6 +10,7 @@ from whitney_loop.loop.files import lock
 from whitney_loop.loop.report import cut
 
 COMMON = ("--sample-json", "prompts.jsonl", "--lora-rank", "1", "--batch-size", "2", "--learning-rate", "0.1")
+COMMON += ("--seed", "1")
 RESUME = ("--resume-from", "state-1", "--first-cycle", "1", "--seed", "1")
 MINE = """
 from grpo_build_loss import build_loss
@@ -92,7 +93,7 @@ def test_texts_are_shown_at_the_first_cycle_at_the_last_and_at_every_nth(train):
 
 
 def test_the_users_decode_comes_first_and_its_control_characters_are_visible(train):
-    shown = train("--seed", "1", build_loss="mine:build_loss").stderr
+    shown = train(build_loss="mine:build_loss").stderr
     assert r"mine of 4 \x1b[2J\n → mine of 6 \x1b[2J\n" in shown and "\x1b" not in shown
 
 
@@ -179,7 +180,7 @@ def test_rewards_that_only_ctx_reward_knows_are_found_too(train, tmp_path):
 def test_of_a_group_the_best_and_the_worst_are_kept(train, tmp_path):
     def rewards(*arguments):
         (tmp_path / "s.jsonl").unlink(missing_ok=True)
-        train("--seed", "1", "--cycles", "1", "--samples", "s.jsonl", *arguments)
+        train("--cycles", "1", "--samples", "s.jsonl", *arguments)
         return [line["reward"] for line in samples_in(tmp_path / "s.jsonl") if line["group"] == 0]
 
     whole = rewards()
@@ -190,9 +191,9 @@ def test_of_a_group_the_best_and_the_worst_are_kept(train, tmp_path):
 
 def test_the_samples_of_a_resumed_run_are_those_of_one_that_never_stopped(train, tmp_path):
     """The second run ends two cycles after its last state; they are moved away, and sampled again."""
-    train("--seed", "1", "--cycles", "6", "--metrics", "whole.jsonl", "--samples", "whole-s.jsonl")
+    train("--cycles", "6", "--metrics", "whole.jsonl", "--samples", "whole-s.jsonl")
     files = ("--metrics", "m.jsonl", "--samples", "s.jsonl", "--show-every", "2")
-    first = train("--seed", "1", "--cycles", "5", *files, "--save-every", "3")
+    first = train("--cycles", "5", *files, "--save-every", "3")
     state_id = re.search(r"^saved (state-\w+): the next cycle is 3$", first.stderr, re.MULTILINE)[1]
     with (tmp_path / "s.jsonl").open("a") as file:
         file.write('{"cycle": 5, "cut o')
