@@ -212,7 +212,7 @@ def test_the_samples_of_a_resumed_run_are_those_of_one_that_never_stopped(train,
         (("--samples", "held.jsonl"), "--samples held.jsonl: another loop is writing it"),
         (("--samples-per-group", "2"), "--samples-per-group needs --samples"),
         (
-            ("--samples", "m.jsonl", *["--resume-from", "s", "--first-cycle", "1", "--seed", "1"]),
+            ("--samples", "m.jsonl", *RESUME),
             "it is not a file of samples",
         ),
     ],
