@@ -1,4 +1,4 @@
-"""The documents are true: their Python and their commands run, their links lead somewhere, their tables are the code's."""
+"""The documents are true: Python and commands run, links lead somewhere, and tables are the code's."""
 
 import importlib
 import json
@@ -76,7 +76,7 @@ LOOPS = [
 
 @pytest.mark.parametrize("match", LOOPS)
 def test_every_command_of_a_loop_passes_its_dry_run(match, folder):
-    """Without what only its reader can have: another engine, a service, a saved state. ``-m learns`` trains some whole."""
+    """Without what only its reader can have: another engine, a service, a saved state."""
     script, _, arguments = match.groups()
     if "--engine " in arguments:
         pytest.skip("it needs PyTorch; tests/engines runs its task")

@@ -68,8 +68,8 @@ def load_module(spec: str, option: str) -> tuple[ModuleType, str]:
             raise ValueError(
                 f"{option}: no module {module_name!r} in the current folder or among the examples{hint}"
             ) from None
-        # The message of an ImportError says all, such as which package is missing.
-        trace = "" if isinstance(error, ImportError) else f"\n{_users_traceback(error)}"
+        says_all = isinstance(error, ImportError) and "pip install" in str(error)
+        trace = "" if says_all else f"\n{_users_traceback(error)}"
         raise ValueError(f"{option}: importing {module_name!r} raised {type(error).__name__}: {error}{trace}") from None
 
 

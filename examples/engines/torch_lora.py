@@ -28,11 +28,12 @@ from whitney_loop.local.engine import Backend, EngineError, JSONObject
 from whitney_loop.local.objectives import CLIPPING, OBJECTIVES, Outcome, evaluate
 
 
-def make(model: str, batch_tokens: int = 4096, gradient_checkpointing: bool = False) -> Backend:
+def make(model: str, batch_tokens: int = 2048, gradient_checkpointing: bool = False) -> Backend:
     """Load ``model``, a folder or a name on the model hub.
 
     batch_tokens: the most tokens that are computed together, padding included; a text that is longer is computed
-    alone. gradient_checkpointing: train in less memory, and slower.
+    alone. A run that is cancelled waits for the batch that is being computed. gradient_checkpointing: train in less
+    memory, and slower.
     """
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens is {batch_tokens}; expected 1 or more")

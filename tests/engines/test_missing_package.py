@@ -15,7 +15,10 @@ sys.exit(main(["--port", "0", "--engine", sys.argv[2], "--engine-option", "model
 
 @pytest.mark.parametrize(
     ("package", "engine", "install"),
-    [("peft", "engines.torch_lora:make", "pip install torch transformers peft")],
+    [
+        ("peft", "engines.torch_lora:make", "pip install torch transformers peft"),
+        ("tinker", "engines.tinker_service:make", 'pip install "tinker>=0.38"'),
+    ],
 )
 def test_a_missing_package_is_one_line_with_the_command_that_installs_it(package, engine, install, tmp_path):
     command = [sys.executable, "-c", PROGRAM, package, engine]
