@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -381,15 +380,15 @@ def trained(name, provider, seed, rank, folder):
         "--local",
     ]
     arguments += ["--cycles", "40", "--learning-rate", "0.1", "--updates", str(UPDATES[name])]
-    arguments += ["--lora-rank", str(rank)]
+    arguments += ["--lora-rank", str(rank), "--metrics", "metrics.jsonl"]
     command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [adapter] = (folder / ".whitney_local" / "adapters").glob("*/adapter_model.safetensors")
-    found = {
-        key: [float(text) for text in re.findall(rf"{key} (\S+)", done.stderr)] for key in ("reward/mean", "clip_frac")
-    }
-    return found["reward/mean"], found["clip_frac"], adapter.read_bytes()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    cycles = [line for line in lines if "cycle" in line]
+    rewards = [cycle["reward/mean"] for cycle in cycles]
+    return rewards, [cycle.get("clip_frac", 0.0) for cycle in cycles], adapter.read_bytes()
 
 
 def train_all(jobs, tmp_path_factory):
