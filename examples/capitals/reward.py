@@ -1,13 +1,15 @@
-"""The reward of the capitals task: the share of a completion that is the name of the capital.
+"""The reward of the capitals task: a completion must name the capital, and the shorter it is the better.
 
-"Paris" has 1, "The capital of France is Paris." 5 letters of 31, and a completion without the name 0. An instruct model
-begins with whole sentences, and learns to say the name alone. ``capitals/prompts.py`` writes the prompts.
+Without the name it is 0. "The capital of France is Paris." has 0.52, "Paris" 0.92. A small model begins with talk that
+fills all its tokens, often in other languages. ``capitals/prompts.py`` writes the prompts.
 """
 
 import functools
 from typing import Any
 
 from transformers import AutoTokenizer
+
+LONGEST = 64  # letters: about as many as MAX_TOKENS of capitals/prompts.py are
 
 
 @functools.cache
@@ -20,5 +22,5 @@ def decode(tokens: list[int]) -> str:
 
 
 def reward(text: str, request: dict[str, Any]) -> float:
-    answer = request["metadata"]["answer"]
-    return len(answer) / len(text.strip()) if answer in text else 0.0
+    names_it = request["metadata"]["answer"] in text
+    return max(0.0, 1 - len(text.strip()) / LONGEST) if names_it else 0.0

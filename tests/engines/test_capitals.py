@@ -66,7 +66,7 @@ def test_the_prompts_are_written_and_the_loop_trains_on_them_with_the_reward_of_
     texts = ["Paris", "It is Paris.", "London", " Paris \n"]
     text, *rewards = reward_of(tmp_path, [("decode", [question]), *(("reward", [each, asked]) for each in texts)])
     assert text == "What is the capital of France?\n"
-    assert rewards == [1.0, 5 / 12, 0.0, 1.0]
+    assert rewards == [1 - 5 / 64, 1 - 12 / 64, 0.0, 1 - 5 / 64]
 
     (tmp_path / "any_letter.py").write_text(  # a random model names no capital
         "from capitals.reward import decode\ndef reward(text, request): return text.count('a') + len(text) / 100\n"
