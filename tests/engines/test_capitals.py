@@ -46,7 +46,7 @@ def run(folder, script, *arguments):
 def reward_of(folder, calls):
     """What the reward module in ``examples/`` returns for each (name, arguments)."""
     program = (
-        "import json, sys; import capitals.reward as reward\n"
+        "import json, sys; import engines.capitals.reward as reward\n"
         "print(json.dumps([getattr(reward, name)(*arguments) for name, arguments in json.loads(sys.argv[1])]))"
     )
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES)}
@@ -56,7 +56,7 @@ def reward_of(folder, calls):
 
 
 def test_the_prompts_are_written_and_the_loop_trains_on_them_with_the_reward_of_decoded_text(model, tmp_path):
-    assert "wrote 8 prompts" in run(tmp_path, "capitals/prompts.py", model)
+    assert "wrote 8 prompts" in run(tmp_path, "engines/capitals/prompts.py", model)
     requests = [json.loads(line) for line in (tmp_path / "capitals.jsonl").read_text().splitlines()]
     assert requests[0]["metadata"] == {"answer": "Paris"}
     assert requests[0]["sampling_params"]["stop"] == [256]
@@ -69,7 +69,8 @@ def test_the_prompts_are_written_and_the_loop_trains_on_them_with_the_reward_of_
     assert rewards == [1 - 5 / 64, 1 - 12 / 64, 0.0, 1 - 5 / 64]
 
     (tmp_path / "any_letter.py").write_text(  # a random model names no capital
-        "from capitals.reward import decode\ndef reward(text, request): return text.count('a') + len(text) / 100\n"
+        "from engines.capitals.reward import decode\n"
+        "def reward(text, request): return text.count('a') + len(text) / 100\n"
     )
     loop = ["rl_loop.py", "--build-loss", "grpo_build_loss:build_loss", "--reward", "any_letter:reward"]
     loop += ["--sample-json", "capitals.jsonl", "--batch-size", "2", "--cycles", "2", "--lora-rank", "2"]

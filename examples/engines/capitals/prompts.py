@@ -1,16 +1,16 @@
 """Write the prompts of the capitals task: questions as a model's chat template puts them, with their answers.
 
-    python examples/capitals/prompts.py FOLDER_OR_NAME      # of the model; only its tokenizer is read
+    python examples/engines/capitals/prompts.py FOLDER_OR_NAME      # of the model; only its tokenizer is read
 
 It writes two things into the current folder: ``capitals.jsonl``, for ``--sample-json``, and ``capitals_tokenizer/``,
-with which ``capitals.reward`` decodes. It needs: pip install transformers
+with which ``engines.capitals.reward`` decodes. It needs: pip install transformers
 """
 
 import sys
 from pathlib import Path
 
-if (Path(__file__).resolve().parents[2] / "whitney_loop" / "__init__.py").is_file():  # a clone runs uninstalled
-    sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+if (Path(__file__).resolve().parents[3] / "whitney_loop" / "__init__.py").is_file():  # a clone runs uninstalled
+    sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 from transformers import AutoTokenizer
 
