@@ -142,6 +142,8 @@ SEQUENCE = {"tokens": [1, 2], "logprobs": [-0.1, -0.2], "stop_reason": "stop"}
         ({"sequences": [SEQUENCE | {"tokens": None}]}, r"sequences\[0\].tokens is None"),
         ({"sequences": [SEQUENCE | {"logprobs": None}]}, r"sequences\[0\].logprobs is None"),
         ({"sequences": [SEQUENCE | {"logprobs": [-0.1, None]}]}, r"sequences\[0\].logprobs\[1\] is None"),
+        ({"sequences": [SEQUENCE | {"logprobs": [-0.1, float("nan")]}]}, r"sequences\[0\].logprobs\[1\] is nan"),
+        ({"sequences": [SEQUENCE | {"tokens": [1, True]}]}, r"sequences\[0\].tokens is .*token ids"),
         (
             {"sequences": [SEQUENCE | {"logprobs": [-0.1]}]},
             r"logprobs is \[-0.1\], expected 2 .*, not 1",
@@ -155,8 +157,8 @@ def test_a_sample_that_cannot_be_trained_on_is_refused_with_the_field(result, me
 
 
 def test_a_sample_that_can_be_trained_on_gives_its_sequences():
-    empty = {"tokens": [], "logprobs": []}
-    assert result_sequences({"sequences": [SEQUENCE, empty]}) == [SEQUENCE, empty]
+    sequences = [SEQUENCE, {"tokens": [], "logprobs": []}, SEQUENCE | {"logprobs": [0, -1]}]
+    assert result_sequences({"sequences": sequences}) == sequences
 
 
 def test_a_save_without_a_sampler_id_is_reported():

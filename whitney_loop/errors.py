@@ -20,6 +20,7 @@ _SHORTEST_SECRET = 8  # characters; replacing a shorter word would black out hal
 _NO_WORD = 16  # characters; a shorter key, such as localhost, may stand in an id, a URL or a field's name by chance
 # The ends of the names of fields whose values are compared, or sent back to the service.
 _EXACT = ("_id", "uri", "url", "status", "kind", "model", "provider", "operations")
+_HOLD_NO_KEY = {int, float, bool, type(None)}
 _CUT_OFF = r"(?:[%\\&][#\w]{0,6})?\Z"  # the end of a text, perhaps in the middle of an escape
 
 _secrets: dict[str, re.Pattern[str]] = {}  # with what recognises each, however it is escaped
@@ -63,7 +64,7 @@ def redacted_json(value: Any, name: str = "") -> Any:
     if isinstance(value, str):
         return redacted(value, shortest=_NO_WORD if name.endswith(_EXACT) else 0)
     if isinstance(value, (list, tuple)):  # most are long and hold numbers: no call for each of them
-        return [item if isinstance(item, (int, float)) else redacted_json(item, name) for item in value]
+        return value if set(map(type, value)) <= _HOLD_NO_KEY else [redacted_json(item, name) for item in value]
     if isinstance(value, dict):
         return {redacted(name, shortest=_NO_WORD): redacted_json(item, name) for name, item in value.items()}
     return value

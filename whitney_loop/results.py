@@ -34,13 +34,15 @@ def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(sequence, dict):
             raise _bad_sample(where, sequence, "an object")
         tokens, logprobs = sequence.get(wire.TOKENS), sequence.get(wire.LOGPROBS)
-        if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
+        if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int} or min(tokens, default=0) < 0:
             raise _bad_sample(f"{where}.tokens", tokens, "a list of token ids")
         if not isinstance(logprobs, list):
             raise _bad_sample(f"{where}.logprobs", logprobs, "a list of finite numbers, one per token")
-        for position, logprob in enumerate(logprobs):
-            if not _is_finite(logprob):
-                raise _bad_sample(f"{where}.logprobs[{position}]", logprob, "a finite number")
+        # Decided for the whole list, which is fast: a NaN or infinity stays in a sum. Otherwise, entry by entry.
+        if not (set(map(type, logprobs)) <= {float} and math.isfinite(sum(logprobs))):
+            for position, logprob in enumerate(logprobs):
+                if not _is_finite(logprob):
+                    raise _bad_sample(f"{where}.logprobs[{position}]", logprob, "a finite number")
         if len(logprobs) != len(tokens):
             raise _bad_sample(
                 f"{where}.logprobs", logprobs, f"{len(tokens)} numbers, one per token, not {len(logprobs)}"

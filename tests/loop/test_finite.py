@@ -102,6 +102,7 @@ PAYLOADS = [{"data": [{"loss_inputs": WEIGHTS}] * 2}, {"data": [{"loss_inputs": 
         ([{"outputs": [{"logprobs": [math.nan, -1.0]}]}, {}], ""),  # the first token has no weight
         ([{}, {"outputs": [{"logprobs": [-1.0, math.nan]}]}], "outputs[2].logprobs[1] is nan"),
         ([{}, {"outputs": [{"values": [0.0, math.inf]}]}], "outputs[2].values[1] is inf"),
+        ([{"outputs": [{"values": [1e308, 1e308]}, {"values": [None, -1]}]}, {}], ""),  # only their sum is infinite
     ],
 )
 def test_the_first_number_that_is_not_finite_is_named(results, found):

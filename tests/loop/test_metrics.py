@@ -12,6 +12,7 @@ from whitney_loop import forward_backward_payload, rl_datum
 from whitney_loop.loop.metrics import (
     LONGEST_TEXT,
     largest_gap,
+    logprob_gaps,
     loss_metrics,
     merged_results,
     ratio_metrics,
@@ -83,7 +84,8 @@ OUTPUTS = [{"logprobs": [-9.0, -1.0 + math.log(2), -2.0]}, {"logprobs": [-9.0, -
 def test_ratio_metrics_are_their_formulas():
     """Ratios 2, 1 and 1/2: gaps ln 2, 0 and −ln 2."""
     result = {"loss": 1.5, "outputs": OUTPUTS, "metrics": {"loss:sum": 1.5, "kept": "x"}, "grad_norm": 3.0}
-    assert loss_metrics(policy_payload(), result) == {
+    gaps = logprob_gaps(policy_payload(), result)
+    assert loss_metrics(result, [gap for datum in gaps for gap in datum]) == {
         "loss/sum": 1.5,
         "kl/k1": pytest.approx(0.0),
         "kl/k3": pytest.approx(((2 - 1 - math.log(2)) + 0 + (0.5 - 1 + math.log(2))) / 3),
@@ -93,16 +95,16 @@ def test_ratio_metrics_are_their_formulas():
         "provider/loss:sum": 1.5,
         "provider/kept": "x",
     }
-    assert largest_gap(policy_payload(), result) == pytest.approx(math.log(2))
+    assert largest_gap(gaps) == pytest.approx(math.log(2))
 
 
 def test_a_ratio_that_would_overflow_is_cut():
-    assert ratio_metrics([(0.0, -1e6)])["ratio/max"] == pytest.approx(math.exp(20))
+    assert ratio_metrics([1e6])["ratio/max"] == pytest.approx(math.exp(20))
 
 
 def test_the_clipped_share_and_the_loss_are_those_that_the_service_reports():
     result = {"loss": None, "metrics": {"clip_frac": 0.25, "loss:sum": 2.0}}
-    metrics = loss_metrics(policy_payload(), result)
+    metrics = loss_metrics(result, [])
     assert (metrics["clip_frac"], metrics["loss/sum"]) == (0.25, 2.0)
 
 
@@ -120,10 +122,10 @@ def test_the_clipped_share_and_the_loss_are_those_that_the_service_reports():
 )
 def test_a_service_without_usable_outputs_leaves_metrics_out(result):
     payload = policy_payload()
-    assert loss_metrics(payload, result) == {}
-    assert largest_gap(payload, result) is None
-    merged = merged_results([payload, payload], [result, result])
-    assert loss_metrics({**payload, "data": payload["data"] * 2}, merged) == {}
+    gaps = logprob_gaps(payload, result)
+    assert gaps == [] and largest_gap(gaps) is None
+    assert loss_metrics(result, gaps) == {}
+    assert loss_metrics(merged_results([payload, payload], [result, result]), gaps) == {}
 
 
 def test_how_completions_ended():

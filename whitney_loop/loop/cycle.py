@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from whitney_loop.loop.metrics import (
     Metrics,
     Payload,
     largest_gap,
+    logprob_gaps,
     loss_metrics,
     merged_results,
     sample_metrics,
@@ -45,6 +47,7 @@ class Cycle:
         self._built = Built(None)
         self._parts: list[Payload] = []  # of the last pass over the data, with their results
         self._results: list[Payload] = []
+        self._gaps: list[list[list[float]]] = []  # between trainer and sampler: per part, per datum, per token
         self._steps = 0
         self._grad_norm: Any = None  # of the last step
         self._times = [time.monotonic()]  # the start, then the end of: sampling, build_loss, training
@@ -85,18 +88,19 @@ class Cycle:
         if payload is None:
             return
         for update in range(updates):
-            self._parts, self._results = [], []
+            self._parts, self._results, self._gaps = [], [], []
             for batch in minibatches_of(payload, minibatches, f"{self._training.seed}:{self._number}:{update}"):
                 yield split_payload(batch, max_datums)
 
     def stepped(self, parts: list[Payload], backward: list[Payload], step: Payload) -> None:
         """One optimizer step: its parts, their ``forward_backward`` results, and the ``optim_step``'s."""
         self._training.require_finite_step(self._number, step)
+        gaps = [logprob_gaps(part, result) for part, result in zip(parts, backward, strict=True)]
         if self._steps == 0:  # its weights are the sampler's
-            gaps = [largest_gap(part, result) for part, result in zip(parts, backward, strict=True)]
-            self._training.warnings.gap(max((gap for gap in gaps if gap is not None), default=None), self._number)
+            self._training.warnings.gap(largest_gap(itertools.chain(*gaps)), self._number)
         self._parts += parts
         self._results += backward
+        self._gaps += gaps
         self._steps += 1
         self._grad_norm = step.get("grad_norm")
         self._training.summary.tokens_trained += sum(map(trained_tokens, parts))
@@ -131,8 +135,9 @@ class Cycle:
             return {}
         result = merged_results(self._parts, self._results) | {"grad_norm": self._grad_norm}
         rate = {"optim/learning_rate": self._training.optimizer["learning_rate"]}
-        data = [datum for part in self._parts for datum in part["data"]]
-        return loss_metrics(self._parts[0] | {"data": data}, result) | rate
+        # If the outputs of one part do not fit it, there is nothing to say of all tokens.
+        gaps = [gap for part in self._gaps for datum in part for gap in datum] if all(self._gaps) else []
+        return loss_metrics(result, gaps) | rate
 
     def _group_metrics(self) -> Metrics:
         uniform = self._built.uniform_groups

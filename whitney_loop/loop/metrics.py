@@ -7,7 +7,7 @@ of ``forward_backward``, q the one in the datum, which came from sampling; only 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -75,49 +75,53 @@ def _merged(name: str, values: Sequence[float | list[float] | str]) -> Metrics:
     return {f"{name}/mean": mean, f"{name}/std": deviation}
 
 
-def loss_metrics(payload: Payload, result: Mapping[str, Any]) -> Metrics:
-    """The metrics of one update: the loss, what the provider returned, and how far the trainer is from the sampler."""
+def loss_metrics(result: Mapping[str, Any], gaps: Sequence[float]) -> Metrics:
+    """The metrics of one update: the loss, what the provider returned, and how far the trainer is from the sampler.
+
+    ``gaps`` holds p − q of each token.
+    """
     returned = _returned(result)
     loss = result.get("loss")
     metrics: Metrics = {"loss/sum": returned.get("loss:sum") if loss is None else loss}
-    metrics |= ratio_metrics([pair for datum in logprob_pairs(payload, result) for pair in datum])
+    metrics |= ratio_metrics(gaps)
     metrics |= {"clip_frac": returned.get("clip_frac"), "optim/grad_norm": result.get("grad_norm")}
     metrics |= {f"provider/{name}": value for name, value in returned.items()}
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def ratio_metrics(pairs: Sequence[tuple[float, float]]) -> Metrics:
-    """From (p, q) per token: estimates of KL(sampler ‖ trainer), the largest ratio, and the effective sample size.
+def ratio_metrics(gaps: Sequence[float]) -> Metrics:
+    """From p − q per token: estimates of KL(sampler ‖ trainer), the largest ratio, and the effective sample size.
 
     With d = p − q and r = exp(d): k1 = mean(−d), k3 = mean(r − 1 − d), ess = (Σr)² / (n Σr²), which is 1 if all ratios
     are equal. Source: J. Schulman, "Approximating KL divergence"; A. Owen, "Monte Carlo theory", chapter 9.
     """
-    if not pairs:
+    if not gaps:
         return {}
-    gaps = [min(max(p - q, -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO) for p, q in pairs]
-    ratios = [math.exp(gap) for gap in gaps]
+    if max(map(abs, gaps)) > LARGEST_LOG_RATIO:
+        gaps = [min(max(gap, -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO) for gap in gaps]
+    ratios = list(map(math.exp, gaps))
     return {
-        "kl/k1": fmean(0.0 - gap for gap in gaps),  # 0.0, not −0.0, if there is no gap
-        "kl/k3": fmean(ratio - 1 - gap for ratio, gap in zip(ratios, gaps, strict=True)),
+        "kl/k1": 0.0 - fmean(gaps),  # 0.0, not −0.0, if there is no gap
+        "kl/k3": fmean([ratio - 1 - gap for ratio, gap in zip(ratios, gaps, strict=True)]),
         "ratio/max": max(ratios),
         "ess": sum(ratios) ** 2 / (len(ratios) * sum(ratio * ratio for ratio in ratios)),
     }
 
 
-def largest_gap(payload: Payload, result: Mapping[str, Any]) -> float | None:
-    """The largest mean of |p − q| over one completion; None if there are no outputs."""
-    return max((fmean(abs(p - q) for p, q in datum) for datum in logprob_pairs(payload, result) if datum), default=None)
+def largest_gap(gaps: Iterable[Sequence[float]]) -> float | None:
+    """The largest mean of |p − q| over one completion, from ``logprob_gaps``; None if there are no outputs."""
+    return max((fmean(list(map(abs, of_datum))) for of_datum in gaps if of_datum), default=None)
 
 
-def logprob_pairs(payload: Payload, result: Mapping[str, Any]) -> list[list[tuple[float, float]]]:
-    """(p, q) of each token with a weight, one list per datum; empty if the outputs do not fit the payload."""
-    pairs = []
+def logprob_gaps(payload: Payload, result: Mapping[str, Any]) -> list[list[float]]:
+    """p − q of each token with a weight, one list per datum; empty if the outputs do not fit the payload."""
+    gaps = []
     for tensors, trained in _tensors_and_logprobs(payload, result):
-        if "logprobs" not in tensors or not all(map(is_number, trained)):
+        if "logprobs" not in tensors or not are_numbers(trained):
             return []
         rows = zip(trained, tensors["logprobs"]["values"], tensors["weights"]["values"], strict=True)
-        pairs.append([(p, q) for p, q, weight in rows if weight])
-    return pairs
+        gaps.append([p - q for p, q, weight in rows if weight])
+    return gaps
 
 
 def mean_loss(payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> float | None:
@@ -132,7 +136,7 @@ def mean_loss(payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]])
             return None
         for tensors, trained in of_datums:
             counted = [(p, weight) for p, weight in zip(trained, tensors["weights"]["values"], strict=True) if weight]
-            if not all(is_number(p) for p, _ in counted):
+            if not are_numbers(p for p, _ in counted):
                 return None
             total -= sum(weight * p for p, weight in counted)
     return total / sum(map(trained_tokens, payloads))
@@ -151,7 +155,8 @@ def _tensors_and_logprobs(payload: Payload, result: Mapping[str, Any]) -> list[t
 
 def trained_tokens(payload: Payload) -> int:
     """The number of tokens with a weight: those that the loss is summed over."""
-    return sum(weight != 0 for datum in payload["data"] for weight in datum["loss_inputs"]["weights"]["values"])
+    weights = [datum["loss_inputs"]["weights"]["values"] for datum in payload["data"]]
+    return sum(len(of_datum) - of_datum.count(0) for of_datum in weights)
 
 
 def merged_results(parts: Sequence[Payload], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -160,7 +165,7 @@ def merged_results(parts: Sequence[Payload], results: Sequence[dict[str, Any]]) 
         return results[0]
     merged: dict[str, Any] = {}
     losses: list[Any] = [result.get("loss") for result in results]
-    if all(map(is_number, losses)):
+    if are_numbers(losses):
         merged["loss"] = sum(losses)
     outputs: list[Any] = [result.get("outputs") for result in results]
     if all(isinstance(output, list) for output in outputs):
@@ -169,7 +174,7 @@ def merged_results(parts: Sequence[Payload], results: Sequence[dict[str, Any]]) 
     merged["metrics"] = {}
     for name in _returned(results[0]):
         values: list[Any] = [_returned(result).get(name) for result in results]
-        if all(map(is_number, values)):
+        if are_numbers(values):
             reduce = METRIC_REDUCTIONS.get(name.rpartition(":")[2])
             weighted = sum(value * weight for value, weight in zip(values, tokens, strict=True))
             merged["metrics"][name] = reduce(values) if reduce else weighted / max(sum(tokens), 1)
@@ -200,3 +205,8 @@ def plain(value: Any) -> float | list[float] | str | None:
 def is_number(value: object) -> bool:
     """Whether it is a number; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def are_numbers(values: Iterable[object]) -> bool:
+    """Whether all values, which come from JSON, are numbers."""
+    return set(map(type, values)) <= {int, float}

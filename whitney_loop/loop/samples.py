@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,8 +85,7 @@ def add_advantages(completions: Sequence[Completion], payload: Payload | None) -
     for datum in payload["data"] if payload else []:
         tensors = datum["loss_inputs"]
         if "advantages" in tensors:
-            pairs = zip(tensors["advantages"]["values"], tensors["weights"]["values"], strict=True)
-            trained = [advantage for advantage, weight in pairs if weight]
+            trained = list(itertools.compress(tensors["advantages"]["values"], tensors["weights"]["values"]))
             tokens = (*datum["input"]["token_ids"], tensors["target_tokens"]["values"][-1])
             known[tokens].append(trained[0] if len(set(trained)) == 1 else fmean(trained or [0.0]))
     for completion in completions:
