@@ -426,6 +426,7 @@ def test_every_file_learns_on_every_provider_for_every_seed(tmp_path_factory):
         assert len(set(adapters.values())) == len(FILES)
 
 
+@pytest.mark.long
 def test_a_critic_learns_is_clipped_and_leaves_no_run_open_beside_the_policys(tmp_path):
     """The critic's run is a second one of the same model: in the end both have finished, and the session is closed."""
     with serve(tmp_path) as service:

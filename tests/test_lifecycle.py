@@ -303,7 +303,7 @@ def test_of_two_ends_at_any_two_exchanges_the_first_is_seen_and_nothing_is_left_
 
 # Python itself leaves a socket to the garbage collection if the signal comes while it connects.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("signals", [30, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("signals", [10, pytest.param(200, marks=pytest.mark.long)])
 def test_a_signal_at_a_random_moment_leaves_nothing_open(client, all_sessions, signals):
     chance, interrupted = random.Random(signals), 0
     main = threading.main_thread().ident

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "minimal_loop.py"
 
@@ -22,6 +24,7 @@ def run(script, folder, **environment):
     return re.findall(r"^cycle (\d+)  (\S+) (.+)  mean reward (\S+)$", done.stdout, re.MULTILINE), done.stdout
 
 
+@pytest.mark.long
 def test_the_reward_rises_and_the_texts_become_the_answers(tmp_path):
     printed, output = run(SCRIPT, tmp_path)
     answers = {"in:": "out", "dry:": "wet", "hot:": "ice"}

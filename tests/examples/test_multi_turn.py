@@ -20,6 +20,7 @@ def test_it_learns_to_use_the_answers_of_the_game(run_loop, seed):
     assert solved[0] < 0.5 and sum(solved[-3:]) / 3 > 0.9
 
 
+@pytest.mark.long
 def test_it_resumes_exactly(run_loop, tmp_path):
     small = (*COMMAND, "--lora-rank", "1")
     whole = run_loop("rl_loop", *small, "--seed", "1", "--cycles", "2", "--metrics", "whole.jsonl")

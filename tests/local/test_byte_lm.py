@@ -288,6 +288,7 @@ def test_value_i_depends_on_the_prefix_that_ends_at_input_i():
     assert values_of(engine, b"abcac")[4] != whole[4]
 
 
+@pytest.mark.long
 def test_the_critic_learns_returns_that_its_inputs_tell_apart():
     engine = ByteLM(4, 0)
     texts = {b"abab": [1.0, 0.25, 0.5], b"baba": [-0.5, 0.5, 0.25], b"acb": [1.0, -1.0]}
@@ -509,6 +510,7 @@ def vowel_share(tokens):
     return sum(token in b"aeiou" for token in tokens if token != END) / len(tokens)
 
 
+@pytest.mark.long
 def test_importance_sampling_with_group_mean_advantages_learns_vowels():
     engine = ByteLM(8, 1)
     prompt = b"the "

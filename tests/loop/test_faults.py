@@ -74,7 +74,7 @@ def is_submit(method, path):
         ("drop request", "unknown"),
         ("503", "unknown"),
         ("429", "rejected"),
-        ("stall", "unknown"),
+        pytest.param("stall", "unknown", marks=pytest.mark.long),
     ],
 )
 def test_an_operation_without_an_answer_ends_the_loop_which_says_what_is_known_and_closes(

@@ -77,7 +77,7 @@ def check_that_recovery_closes_everything(loop, service, all_sessions, journal):
 
 
 @pytest.mark.parametrize("kind", ["drop request", "drop reply"])
-@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [12, pytest.param(1, marks=pytest.mark.long)])
 def test_after_a_kill_at_any_exchange_recovery_closes_everything(
     loop, service, all_sessions, tmp_path, journal, kind, stride
 ):

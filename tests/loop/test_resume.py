@@ -107,7 +107,9 @@ def test_distillation_resumes_exactly_with_the_same_teacher(train, folder):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "next_cycle"), [(signal.SIGINT, 130, 5), (signal.SIGKILL, -9, 4)], ids=["Ctrl-C", "kill"]
+    ("number", "code", "next_cycle"),
+    [(signal.SIGINT, 130, 5), pytest.param(signal.SIGKILL, -9, 4, marks=pytest.mark.long)],
+    ids=["Ctrl-C", "kill"],
 )
 def test_an_ended_run_continues_at_the_cycle_after_its_last_state(train, run_loop, folder, number, code, next_cycle):
     """Ended in cycle 5, saved after cycle 3. Ctrl-C saves the whole cycle 4 first; after a kill it is trained again."""
@@ -136,6 +138,7 @@ def test_an_ended_run_continues_at_the_cycle_after_its_last_state(train, run_loo
     assert superseded.count('"cycle": ') == (1 if number == signal.SIGINT else 2)
 
 
+@pytest.mark.long
 def test_the_printed_options_are_enough_without_a_metrics_file_or_a_seed(train, run_loop, folder):
     failing = (*RL, "--build-loss", "mine:fails")
     stopped = run_loop("rl_loop", *failing, "--cycles", "7", "--save-every", "2")
@@ -155,7 +158,13 @@ def second_runs_of(path):
     return [line["second_runs"] for line in lines if "second_runs" in line]
 
 
-@pytest.mark.parametrize("name", ["ppo_critic", "grpo_kl", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reinforce_pp_baseline",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("ppo_critic", "grpo_kl", "reinforce_pp")),
+    ],
+)
 def test_a_training_with_a_second_run_is_resumed_exactly(train, folder, monkeypatch, name):
     if name == "reinforce_pp_baseline":
         monkeypatch.setattr(

@@ -124,6 +124,7 @@ def test_a_service_that_dies_at_any_exchange_is_reported_with_ids_and_command(
     assert alive >= 12 and named > 12 / stride
 
 
+@pytest.mark.long
 def test_a_service_process_that_is_killed_leaves_ids_and_command(user_module, tmp_path):
     environment = os.environ | {"WHITNEY_API_KEY": "key-of-the-test"}
     command = [sys.executable, "-u", "-m", "whitney_loop.local", "--port", "0", "--storage", str(tmp_path / "s")]

@@ -219,6 +219,7 @@ def steps(monkeypatch):
     return taken
 
 
+@pytest.mark.long
 def test_an_interrupt_at_any_exchange_saves_the_whole_cycles_unless_the_next_has_made_a_step(
     loop, service, interrupt_at, all_sessions, steps
 ):
