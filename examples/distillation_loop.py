@@ -40,7 +40,6 @@ from whitney_loop.loop import (
     Work,
     distillation_cost,
     fingerprint,
-    named_in_errors,
     option,
     parse_options,
     read_examples,
@@ -101,25 +100,24 @@ def train(training: Training, options: Options, requests: Sequence[Request], tea
         [request] = requests_of_cycle(requests, 1, training.seed, cycle)
         prompt = request["prompt"]["token_ids"]
         saved = client.run_operation(run, "save_weights_for_sampler", {})
-        with named_in_errors([request]):
-            sample = client.sampler_operation(run, result_sampler_id(saved), "sample", request)
-            sequences = [sequence for sequence in result_sequences(sample) if sequence["tokens"]]
-            if not sequences:
-                raise ValueError(f"every completion of cycle {cycle} is empty: give another prompt")
+        [sample] = client.sampler_operations(run, result_sampler_id(saved), "sample", [request])
+        sequences = [sequence for sequence in result_sequences(sample) if sequence["tokens"]]
+        if not sequences:
+            raise ValueError(f"{request.where}: every completion of cycle {cycle} is empty: give another prompt")
 
-            asked = [logprobs_request(prompt + sequence["tokens"]) for sequence in sequences]
-            answers = client.sampler_operations(teacher.run_id, teacher.sampler_id, "logprobs", asked)
-            data, gaps = [], []
-            for sequence, answer in zip(sequences, answers, strict=True):
-                expert, student = completion_logprobs(answer, prompt), sequence["logprobs"]
-                advantages = [theirs - own for theirs, own in zip(expert, student, strict=True)]
-                data.append(rl_datum(prompt, sequence["tokens"], student, advantages))
-                gaps += advantages
+        asked = [logprobs_request(prompt + sequence["tokens"]) for sequence in sequences]
+        answers = client.sampler_operations(teacher.run_id, teacher.sampler_id, "logprobs", asked)
+        data, gaps = [], []
+        for sequence, answer in zip(sequences, answers, strict=True):
+            expert, student = completion_logprobs(answer, prompt), sequence["logprobs"]
+            advantages = [theirs - own for theirs, own in zip(expert, student, strict=True)]
+            data.append(rl_datum(prompt, sequence["tokens"], student, advantages))
+            gaps += advantages
         payload = forward_backward_payload(data, LOSS_FUNCTION)
         check_payload(payload, options.provider)
 
         backward = client.run_operation(run, "forward_backward", payload)
-        training.require_finite(cycle, [payload], [backward])
+        training.stop_if_nan(cycle, [payload], [backward])
         step = client.run_operation(run, "optim_step", {"optimizer": training.optimizer})
 
         kl = -sum(gaps) / len(gaps)

@@ -32,7 +32,6 @@ from whitney_loop.loop import (
     evaluation_cost,
     fingerprint,
     load_user_loss,
-    named_in_errors,
     notes_on_groups,
     option,
     parse_options,
@@ -150,27 +149,26 @@ def train(
 ) -> None:
     """The documented cycle, as often as asked; then a saved state and an exported adapter."""
     client, run = training.client, training.run_id
-    training.ctx.reward = loss.rewards.of
+    training.ctx.reward = loss.rewards.of  # your build_loss may ask for it
     texts = Texts(training, loss.decode, show_every=options.show_every, per_group=options.samples_per_group)
     evaluation = Evaluation(training, loss, held_out, options.eval_every, save_best=options.save_best)
     for number in training.cycles():
         batch = requests_of_cycle(requests, options.batch_size, training.seed, number)
         cycle = Cycle(training, number, loss, batch, texts)
 
-        # Sample: freeze the weights, and let the service complete every prompt with them.
+        # Sample: a sampler keeps the weights as they are now, and completes every prompt with them.
         saved = client.run_operation(run, "save_weights_for_sampler", {})
-        sampler = cycle.snapshot(saved)
-        evaluation.before(number, sampler)
-        with named_in_errors(cycle.requests):
-            samples = client.sampler_operations(run, sampler, "sample", cycle.requests, on_result=cycle.arrived)
+        sampler_id = cycle.use_sampler(saved)
+        evaluation.before(number, sampler_id)  # if it is due
+        samples = client.sampler_operations(run, sampler_id, "sample", batch, on_result=cycle.start_rewards)
 
         # Score: your function turns the samples into what to train on, or None if they teach nothing.
         payload = cycle.build_loss(samples)
 
-        # Step: the gradient of the loss, then the optimizer.
+        # Step: the gradient of the loss, then the optimizer. One step a cycle, without --updates and --minibatches.
         for parts in cycle.batches(payload, options.updates, options.minibatches, options.max_datums):
             backward = client.run_operations(run, "forward_backward", parts)
-            training.require_finite(number, parts, backward)
+            training.stop_if_nan(number, parts, backward)  # before it gets into the weights
             step = client.run_operation(run, "optim_step", {"optimizer": training.optimizer})
             cycle.stepped(parts, backward, step)
 

@@ -94,7 +94,7 @@ def train(training: Training, options: Options, data: Sequence[Datum], eval_data
     for cycle in training.cycles():
         epoch, payload = batch_of_step(data, options.batch_size, training.seed, cycle, options.provider)
         backward = client.run_operation(run, "forward_backward", payload)
-        training.require_finite(cycle, [payload], [backward])
+        training.stop_if_nan(cycle, [payload], [backward])
         step = client.run_operation(run, "optim_step", {"optimizer": training.optimizer})
 
         metrics = {"cycle": cycle, "epoch": epoch, "loss/token": mean_loss([payload], [backward])}

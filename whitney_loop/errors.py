@@ -99,6 +99,7 @@ class WhitneyError(Exception):
     attempts: int | None = None
     retryable: bool = False
     index: int | None = None  # of the payload that it is about, if several were given at once
+    payload: Any = None  # that payload
 
     def __init__(self, message: str, *, outcome: Outcome = "unknown", **facts: Any) -> None:
         super().__init__(redacted(message))

@@ -25,7 +25,7 @@ def do_all(
     """Submit every payload, in order, and return the results in that order.
 
     ``on_result`` is called in this thread, with the index of the payload and its result, as each result arrives. An
-    error is raised when all results before it have come; its ``index`` is that of its payload.
+    error is raised when all results before it have come, with its ``index`` and its ``payload``.
     """
     fetchers = _Fetchers()
     outcomes: dict[int, Any] = {}  # results and errors, by index
@@ -60,7 +60,7 @@ class _Fetchers:
     def __init__(self) -> None:
         self.submitted = 0
         self._hang_up = HangUp()
-        self._accepted: SimpleQueue[tuple[int, PendingOperation] | None] = SimpleQueue()
+        self._accepted: SimpleQueue[tuple[int, Any, PendingOperation] | None] = SimpleQueue()
         self._arrived: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._ended = 0  # operations
 
@@ -68,9 +68,9 @@ class _Fetchers:
         try:
             operation = submit(payload, self._hang_up)
         except WhitneyError as error:
-            error.index = self.submitted
+            error.index, error.payload = self.submitted, payload
             raise
-        self._accepted.put((self.submitted, operation))
+        self._accepted.put((self.submitted, payload, operation))
         self.submitted += 1
         if self.submitted <= _MOST_THREADS:
             threading.Thread(target=self._fetch, name=THREAD_NAME, daemon=True).start()
@@ -97,12 +97,12 @@ class _Fetchers:
 
     def _fetch(self) -> None:
         while accepted := self._accepted.get():
-            index, operation = accepted
+            index, payload, operation = accepted
             try:
                 outcome = self._result(operation)
             except BaseException as error:
                 if isinstance(error, WhitneyError):
-                    error.index = index
+                    error.index, error.payload = index, payload
                 outcome = error
             self._ended += 1
             self._arrived.put((index, outcome))

@@ -13,6 +13,7 @@ import pytest
 from fault_proxy import FaultProxy
 from loop_in_process import EXAMPLES, Run, adapter_of, left_open
 from loop_started import read_until, start_loop
+from whitney_loop.errors import UnexpectedResponse
 from whitney_loop.local.engine import EngineError
 from whitney_loop.loop import training
 
@@ -200,14 +201,14 @@ def test_a_bad_answer_to_a_sample_saves_the_state_of_the_cycles_before(loop, ser
 
     def bad(sample):
         if len(asked) == 2:
-            raise ValueError("sample: result.sequences is missing")
+            raise UnexpectedResponse("sample: result.sequences is missing")
         asked.append(sample)
 
     asked = []
     monkeypatch.setattr(user_loss, "result_sequences", bad)
     code, summary, err = loop(service, service.base_url, 4)
     assert (code, summary["next_cycle"]) == (1, 2), err
-    assert err.splitlines()[-1] == "error: sample.json: sample: result.sequences is missing"
+    assert err.splitlines()[-1].startswith("error: sample.json: sample: result.sequences is missing")
 
 
 def test_no_state_is_saved_once_a_step_of_the_next_cycle_was_made(loop, service, user_module):

@@ -35,7 +35,7 @@ class Cycle:
     def __init__(
         self, training: Training, number: int, loss: UserLoss, requests: Sequence[Request], texts: Texts
     ) -> None:
-        self.requests = list(requests)
+        self._requests = list(requests)
         self._training = training
         self._number = number
         self._loss = loss
@@ -52,24 +52,24 @@ class Cycle:
         self._grad_norm: Any = None  # of the last step
         self._times = [time.monotonic()]  # the start, then the end of: sampling, build_loss, training
 
-    def snapshot(self, saved: Payload) -> str:
-        """The sampler that ``save_weights_for_sampler`` gave."""
+    def use_sampler(self, saved: Payload) -> str:
+        """Return the id of the sampler that ``save_weights_for_sampler`` gave, and keep it as ``ctx.sampler_id``."""
         self._version = saved.get("version")
         self._training.ctx.sampler_id = result_sampler_id(saved)
         return self._training.ctx.sampler_id
 
-    def arrived(self, index: int, sample: Payload) -> None:
-        """Take the sample of a request as soon as it is there: check it, and start its rewards."""
-        take_sample(self._loss, self.requests, index, sample)
+    def start_rewards(self, index: int, sample: Payload) -> None:
+        """Check the sample of a request as soon as it is there, and start to compute its rewards."""
+        take_sample(self._loss, self._requests, index, sample)
 
     def build_loss(self, samples: list[Payload]) -> Payload | None:
         """Call the user's function. Return what to train on, or None if no group has a gradient signal."""
         self._sampled = sample_metrics(samples)  # before build_loss, which may change what it is given
-        self._completions = completions_of(self._number, self.requests, samples)
+        self._completions = completions_of(self._number, self._requests, samples)
         sequences = [sequence for sample in samples for sequence in sample["sequences"]]
         self._times.append(time.monotonic())
         self._loss.rewards.is_asked = False
-        self._built = build(self._loss, samples, self._number, self.requests, self._training.ctx)
+        self._built = build(self._loss, samples, self._number, self._requests, self._training.ctx)
         self._times.append(time.monotonic())
         add_rewards(self._completions, self._built.metrics, map(self._loss.rewards.known, sequences))
         add_advantages(self._completions, self._built.payload)
@@ -94,7 +94,7 @@ class Cycle:
 
     def stepped(self, parts: list[Payload], backward: list[Payload], step: Payload) -> None:
         """One optimizer step: its parts, their ``forward_backward`` results, and the ``optim_step``'s."""
-        self._training.require_finite_step(self._number, step)
+        self._training.stop_if_nan_gradient(self._number, step)
         gaps = [logprob_gaps(part, result) for part, result in zip(parts, backward, strict=True)]
         if self._steps == 0:  # its weights are the sampler's
             self._training.warnings.gap(largest_gap(itertools.chain(*gaps)), self._number)
@@ -117,7 +117,7 @@ class Cycle:
         users = {f"user/{name}" if name in taken else name: value for name, value in of_user.items()}
 
         if built.payload is not None:
-            training.warnings.sampling(self.requests, built.payload["loss_function"])
+            training.warnings.sampling(self._requests, built.payload["loss_function"])
         training.warnings.lost_metrics(lost)
         training.warnings.completions(self._sampled, self._number)
         training.warnings.signal(bool(skipped), users.get("reward/mean", users.get("reward")))
@@ -141,7 +141,7 @@ class Cycle:
 
     def _group_metrics(self) -> Metrics:
         uniform = self._built.uniform_groups
-        return {} if uniform is None else {"groups/uniform_frac": uniform / len(self.requests)}
+        return {} if uniform is None else {"groups/uniform_frac": uniform / len(self._requests)}
 
     def _seconds(self) -> Metrics:
         start, sampled, built, trained = self._times

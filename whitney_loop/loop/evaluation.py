@@ -15,7 +15,7 @@ from typing import Any
 
 from whitney_loop.loop.metrics import Metrics, Payload, is_number, sample_metrics, user_metrics
 from whitney_loop.loop.options import UsageError
-from whitney_loop.loop.prompts import Request, evaluation_requests, named_in_errors, read_requests
+from whitney_loop.loop.prompts import Request, evaluation_requests, read_requests
 from whitney_loop.loop.report import CallableError, formatted
 from whitney_loop.loop.signals import raise_if_signalled
 from whitney_loop.loop.training import Training
@@ -63,8 +63,7 @@ class Evaluation:
         training, client, started = self._training, self._training.client, time.monotonic()
         self._loss.rewards.begin(cycle)
         take = functools.partial(take_sample, self._loss, self._requests)
-        with named_in_errors(self._requests):
-            samples = client.sampler_operations(training.run_id, sampler_id, "sample", self._requests, on_result=take)
+        samples = client.sampler_operations(training.run_id, sampler_id, "sample", self._requests, on_result=take)
         found, lost = user_metrics([self._scored(samples, cycle)])
         tokens = sample_metrics(samples)["completions/tokens"]
         metrics = {f"eval/{name}": value for name, value in (found | {"completions/tokens": tokens}).items()}

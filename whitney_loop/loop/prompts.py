@@ -10,18 +10,15 @@ import functools
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from whitney_loop.callables import examples_folder
-from whitney_loop.errors import OperationFailed, RequestRejected, UnexpectedResponse
 from whitney_loop.loop.files import read_text
 from whitney_loop.loop.options import UsageError
 from whitney_loop.payloads import check_sample_request, sample_request
 
-REFUSED_FOR_ITS_CONTENT = (400, 413, 422)  # HTTP; others, such as 401, concern no single request
 SEED_BITS = 31  # seeds are drawn below 2**31, so that they fit into an int32
 
 
@@ -118,20 +115,6 @@ def _hint_on_text(request: Any) -> str:
     token_ids = prompt.get("token_ids") if isinstance(prompt, dict) else prompt
     first = token_ids[0] if isinstance(token_ids, list) and token_ids else token_ids
     return '; tokenize the text first: a prompt is {"token_ids": [integers]}' if isinstance(first, str) else ""
-
-
-@contextmanager
-def named_in_errors(requests: Sequence[Request]) -> Iterator[None]:
-    """Begin the message of an error in the block with the file and line of the request that it is about."""
-    try:
-        yield
-    except (RequestRejected, OperationFailed, UnexpectedResponse) as error:
-        if error.status is None or error.status in REFUSED_FOR_ITS_CONTENT:
-            request = requests[error.index or 0] if len(requests) > 1 else requests[0]
-            error.message = f"{request.where}: {error.message}"
-        raise
-    except ValueError as error:
-        raise ValueError(f"{requests[0].where}: {error}") from error
 
 
 def notes_on_groups(requests: Sequence[Request]) -> list[str]:

@@ -14,11 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whitney_loop.errors import WhitneyError, redacted, redacted_json
+from whitney_loop.errors import (
+    OperationFailed,
+    RequestRejected,
+    UnexpectedResponse,
+    WhitneyError,
+    redacted,
+    redacted_json,
+)
 
 USUAL_COLUMNS = 120
-
-USUAL_COLUMNS = 120
+REFUSED_FOR_ITS_CONTENT = (None, 400, 413, 422)  # HTTP; others, such as 401, concern no single request
 
 
 class CallableError(Exception):
@@ -129,9 +135,17 @@ def show_error(error: BaseException) -> str:
         _say_traceback(cause.with_traceback(own))
     elif not expected:
         _say_traceback(error)
-    message = redacted(f"{error}" if expected else repr(error))
+    message = redacted(f"{_place(error)}{error}" if expected else repr(error))
     say(f"error: {message}")
     return message
+
+
+def _place(error: BaseException) -> str:
+    """Return the file and line of the request that the error is about, to begin its message; empty if it is none."""
+    if not isinstance(error, (RequestRejected, OperationFailed, UnexpectedResponse)):
+        return ""
+    is_about_it = error.status in REFUSED_FOR_ITS_CONTENT and hasattr(error.payload, "where")
+    return f"{error.payload.where}: " if is_about_it else ""
 
 
 def _say_traceback(error: BaseException) -> None:

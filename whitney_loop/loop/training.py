@@ -107,7 +107,7 @@ class Training:
         self._stops.take(entry)
         say(line)
 
-    def require_finite(self, cycle: int, payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> None:
+    def stop_if_nan(self, cycle: int, payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a result of ``forward_backward`` holds a number that is NaN or infinite.
 
         Call it before ``optim_step``, which would put that number into the weights.
@@ -119,7 +119,7 @@ class Training:
                 f"forward_backward of cycle {cycle}: {found}, so no optim_step was made. {self._last_good_state()}"
             )
 
-    def require_finite_step(self, cycle: int, step: Mapping[str, Any]) -> None:
+    def stop_if_nan_gradient(self, cycle: int, step: Mapping[str, Any]) -> None:
         """Raise ValueError if the gradient's norm, in the result of ``optim_step``, is NaN or infinite."""
         norm = step.get("grad_norm")
         self._note_unreported("grad_norm", norm)
@@ -141,7 +141,7 @@ class Training:
 
         ``metrics`` are its number and what it was judged by; the line of progress shows the one that ``shown`` names.
         """
-        self.require_finite_step(metrics["cycle"], step)
+        self.stop_if_nan_gradient(metrics["cycle"], step)
         norm = step.get("grad_norm")
         optim = {"optim/grad_norm": norm, "optim/learning_rate": self.optimizer["learning_rate"]}
         seconds = time.monotonic() - self._cycle_started

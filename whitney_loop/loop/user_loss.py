@@ -95,12 +95,12 @@ def load_user_loss(
 def take_sample(loss: UserLoss, requests: Sequence[Request], index: int, sample: Payload) -> None:
     """Check the sample of a request as soon as it is there, and start its rewards.
 
-    Raise UnexpectedResponse, with the index of its request, if it cannot be trained on.
+    Raise UnexpectedResponse, with the index and the request, if it cannot be trained on.
     """
     try:
         sequences = result_sequences(sample)
     except UnexpectedResponse as error:
-        error.index = index
+        error.index, error.payload = index, requests[index]
         raise
     if loss.has_reward:
         loss.rewards.start(sequences, requests[index])
