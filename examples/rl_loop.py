@@ -56,17 +56,11 @@ class Options(LoopOptions):
         metavar="MODULE:CALLABLE",
     )
     reward: str | None = option(
-        None,
-        "your reward(text or tokens, request); default: vowels",
-        group="loss and data",
-        metavar="MODULE:CALLABLE",
+        None, "your reward(text or tokens, request); default: vowels", group="loss and data", metavar="MODULE:CALLABLE"
     )
     reward_threads: int = option(1, "rewards to compute side by side", group="loss and data", at_least=1)
     sample_json: Path | None = option(
-        None,
-        "payloads of sample; default on the embedded service: an example",
-        group="loss and data",
-        metavar="FILE",
+        None, "payloads of sample; default on the embedded service: an example", group="loss and data", metavar="FILE"
     )
     batch_size: int = option(1, "requests per cycle", group="loss and data", at_least=1)
     cycles: int = option(2, "how many to train, from the first or the resumed one", group="loss and data", at_least=1)
@@ -90,7 +84,7 @@ class Options(LoopOptions):
         None, "write a line per completion, with its text and reward (see plot)", group="texts", metavar="FILE.jsonl"
     )
     samples_per_group: int | None = option(
-        None, "of each group only N: the best, the worst, the second best …", group="texts", metavar="N", at_least=1
+        None, "write only N of each group: the best, the worst and so on", group="texts", metavar="N", at_least=1
     )
 
 

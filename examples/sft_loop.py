@@ -49,10 +49,7 @@ class Options(LoopOptions):
     """The options of this loop, beside those of every loop (whitney_loop/loop/options.py)."""
 
     data: Path | None = option(
-        None,
-        "examples to train on; the embedded service has its own",
-        group="data",
-        metavar="FILE.jsonl",
+        None, "examples to train on; the embedded service has its own", group="data", metavar="FILE.jsonl"
     )
     eval_data: Path | None = option(
         None, "examples whose loss is printed before and after the training", group="data", metavar="FILE.jsonl"

@@ -1,4 +1,4 @@
-"""What a run can cost at most: its operations and tokens, which ``--dry-run`` prints before anything is billed."""
+"""The highest possible cost of a run, in operations and tokens: ``--dry-run`` prints it before anything is billed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rl_cost(
     minibatches: int,
     max_datums: int | None,
 ) -> Cost:
-    """The cost of so many cycles, if each sample is as long as it may be and each group has a gradient signal."""
+    """Return the cost of the cycles if every completion has ``max_tokens`` and every group a gradient signal."""
     data = batch_size * max(request["num_samples"] for request in requests)
     tokens = batch_size * max(map(_most_tokens, requests))
     steps = min(minibatches, data)
@@ -34,7 +34,7 @@ def rl_cost(
 
 
 def evaluation_cost(held_out: Sequence[Mapping[str, Any]], cycles: range, every: int, *, save_best: bool) -> Cost:
-    """The cost of the evaluations before every Nth cycle and after the last, if each is better than those before."""
+    """Return the cost of all evaluations, if each one is the best so far."""
     if not held_out:
         return Cost()
     each = Cost({"sample": len(held_out), SAMPLED: sum(map(_most_tokens, held_out)), "save_state": int(save_best)})
@@ -42,7 +42,7 @@ def evaluation_cost(held_out: Sequence[Mapping[str, Any]], cycles: range, every:
 
 
 def sft_cost(data: Sequence[Datum], *, cycles: int, batch_size: int, eval_data: Sequence[Datum] = ()) -> Cost:
-    """The cost of so many optimizer steps, and of an evaluation before and after them."""
+    """Return the cost of ``cycles`` optimizer steps, and of an evaluation before and after them."""
     epochs = _divided_up(cycles, steps_in(data, 1, batch_size))
     cost = Cost({"forward_backward": cycles, "optim_step": cycles, TRAINED: epochs * trained_tokens({"data": data})})
     return cost + Cost({"forward": 2 * _divided_up(len(eval_data), batch_size)})
@@ -55,7 +55,7 @@ def distillation_cost(
     teacher_epochs: int,
     teacher_batch: int,
 ) -> Cost:
-    """The cost of so many cycles, and of the training of the teacher, if it has data."""
+    """Return the cost of the cycles, and of the training of the teacher, if it has data."""
     teacher_steps = steps_in(teacher_data, teacher_epochs, teacher_batch)
     teacher = sft_cost(teacher_data, cycles=teacher_steps, batch_size=teacher_batch) if teacher_data else Cost()
     tokens, scored = max(map(_most_tokens, requests)), max(request["num_samples"] for request in requests)
@@ -65,7 +65,7 @@ def distillation_cost(
 
 
 def saving_cost(cycles: range, save_every: int | None, runs: int) -> Cost:
-    """The cost of the states on the way and at the end, each of so many runs, and of the exported adapter."""
+    """Return the cost of the saved states, each of ``runs`` runs, and of the exported adapter."""
     on_the_way = (cycles.stop - 1) // save_every - cycles.start // save_every if save_every else 0
     return Cost({"save_state": runs * (on_the_way + 1), "export_lora": 1})
 
@@ -85,5 +85,5 @@ def _times(count: int, cost: Cost) -> Cost:
 
 
 def _divided_up(count: int, size: int) -> int:
-    """The number of parts of at most ``size``."""
+    """Return the number of parts of at most ``size``."""
     return -(-count // size)

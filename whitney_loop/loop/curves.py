@@ -1,4 +1,4 @@
-"""What the page of ``plot`` shows, read from the files of ``--metrics`` and ``--samples``."""
+"""The data of the page of ``plot``, read from the files of ``--metrics`` and ``--samples``."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ UNCOMPARED_OPTIONS = frozenset(  # they change no curve: run length, paths, ids
 @dataclass
 class Run:
     name: str
-    configs: list[dict[str, Any]]  # of its beginning, and of each time that it was resumed
+    configs: list[dict[str, Any]]  # of its start and of each resumption
     cycles: list[dict[str, Any]]
     samples: dict[int, tuple[Sample, Sample]] = field(default_factory=dict)  # the best and the worst by cycle
 
     def points(self, key: str) -> Points:
-        """The cycles in which the metric was measured."""
+        """Return the cycles in which the metric was measured."""
         return [(entry["cycle"], entry[key]) for entry in self.cycles if _can_be_drawn(entry.get(key))]
 
     def option(self, name: str) -> str:
-        """Its value, and each other one that a resumption gave it."""
+        """Return its value, and each new value that a resumption gave it."""
         held = groupby(self.configs, lambda config: str(config.get(name)))
         (first, _), *later = [(value, next(configs).get("first_cycle")) for value, configs in held]
         return " → ".join([first, *(f"{value} (cycle {cycle})" for value, cycle in later)])
 
     def resumed_at(self) -> list[int]:
-        """The cycles at which the run was resumed."""
+        """Return the cycles at which the run was resumed."""
         return [config.get("first_cycle", 0) for config in self.configs[1:]]
 
 
 def read_run(path: Path, samples: Path | None = None) -> Run:
-    """The configurations of a run, its cycles in order, and its samples.
+    """Return the configurations of a run, its cycles in order, and its samples.
 
     Without ``samples`` the file that the run wrote is taken, if it still exists or lies beside the metrics.
     """
@@ -65,7 +65,7 @@ def read_run(path: Path, samples: Path | None = None) -> Run:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """The options, with those of the optimizer beside the others."""
+    """Return the options, with those of the optimizer beside the others."""
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, dict):
         return config
@@ -74,7 +74,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_samples(path: Path) -> dict[int, tuple[Sample, Sample]]:
-    """By cycle, the best and the worst completion in a file of samples. Raise ValueError if it is something else."""
+    """Return the best and the worst completion of each cycle. Raise ValueError if the file does not hold samples."""
     found: dict[int, tuple[Sample, Sample]] = {}
     with path.open("rb") as file:
         for line in parsed_lines(path, file):
@@ -88,7 +88,7 @@ def read_samples(path: Path) -> dict[int, tuple[Sample, Sample]]:
 
 
 def _sample(entry: dict[str, Any]) -> Sample:
-    """Its reward, or its advantage if no reward is known; its text, or its token ids without one."""
+    """Return (reward, text), with the advantage if no reward is known, and token ids if there is no text."""
     value = entry["advantage"] if entry["reward"] is None else entry["reward"]
     prompt, text = (
         " ".join(map(str, entry[tokens])) if entry[decoded] is None else entry[decoded]
@@ -98,7 +98,7 @@ def _sample(entry: dict[str, Any]) -> Sample:
 
 
 def segments(curve: Points, cycles: int) -> list[Points]:
-    """The curve in means of so many cycles each, broken at its gaps."""
+    """Return the curve in means of ``cycles`` cycles each, broken at its gaps."""
     groups = [list(group) for _, group in groupby(curve, lambda point: point[0] // cycles)]
     means = [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
     usual = median([after[0] - before[0] for before, after in pairwise(means)] or [0])  # more than 1 of an evaluation

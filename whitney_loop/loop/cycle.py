@@ -30,7 +30,7 @@ OWN_NAMES = frozenset({"skipped", "state_id", "next_cycle", "config"})  # of the
 
 
 class Cycle:
-    """The cycle with this number; the steps of the loop's body report to it in their order."""
+    """One cycle. The loop calls its methods in their order here."""
 
     def __init__(
         self, training: Training, number: int, loss: UserLoss, requests: Sequence[Request], texts: Texts
@@ -64,7 +64,7 @@ class Cycle:
 
     def build_loss(self, samples: list[Payload]) -> Payload | None:
         """Call the user's function. Return what to train on, or None if no group has a gradient signal."""
-        self._sampled = sample_metrics(samples)  # before build_loss, which may change what it is given
+        self._sampled = sample_metrics(samples)  # before build_loss, which may change the samples
         self._completions = completions_of(self._number, self._requests, samples)
         sequences = [sequence for sample in samples for sequence in sample["sequences"]]
         self._times.append(time.monotonic())
@@ -80,10 +80,10 @@ class Cycle:
     def batches(
         self, payload: Payload | None, updates: int, minibatches: int, max_datums: int | None
     ) -> Iterator[list[Payload]]:
-        """The parts of each optimizer step: ``updates`` passes over the data, in ``minibatches`` steps each.
+        """Yield the parts of each optimizer step: ``updates`` passes over the data, in ``minibatches`` steps each.
 
-        Without a payload there is no step. Of several passes the metrics of the last are kept: there the trainer is
-        farthest from the sampler.
+        Without a payload there is no step. The metrics are those of the last pass, in which the trainer is farthest
+        from the sampler.
         """
         if payload is None:
             return
@@ -93,7 +93,7 @@ class Cycle:
                 yield split_payload(batch, max_datums)
 
     def stepped(self, parts: list[Payload], backward: list[Payload], step: Payload) -> None:
-        """One optimizer step: its parts, their ``forward_backward`` results, and the ``optim_step``'s."""
+        """Take an optimizer step: its parts, the results of their ``forward_backward``, and that of ``optim_step``."""
         self._training.stop_if_nan_gradient(self._number, step)
         gaps = [logprob_gaps(part, result) for part, result in zip(parts, backward, strict=True)]
         if self._steps == 0:  # its weights are the sampler's
@@ -111,7 +111,9 @@ class Cycle:
         training, built = self._training, self._built
         skipped = {"skipped": built.skip_reason} if built.payload is None else {}
         head = {"cycle": self._number, "version": self._version}
-        own = self._metrics_of_last_pass() | self._group_metrics() | self._sampled | self._seconds() | skipped
+        uniform = built.uniform_groups
+        groups = {} if uniform is None else {"groups/uniform_frac": uniform / len(self._requests)}
+        own = self._metrics_of_last_pass() | groups | self._sampled | self._seconds() | skipped
         taken = head.keys() | own.keys() | OWN_NAMES
         of_user, lost = user_metrics(built.metrics)
         users = {f"user/{name}" if name in taken else name: value for name, value in of_user.items()}
@@ -125,7 +127,7 @@ class Cycle:
         reward = "reward/mean" if "reward/mean" in users else "reward"
         shown = {reward: users.get(reward), "kl": own.get("kl/k3"), "grad_norm": own.get("optim/grad_norm")}
         others = {name: value for name, value in users.items() if name != reward and not name.endswith("/std")}
-        notes = [formatted(others), *(f"skipped: {' '.join(built.skip_reason.split())}" for _ in skipped)]
+        notes = [formatted(others), f"skipped: {' '.join(built.skip_reason.split())}" if skipped else ""]
         self._texts.keep(self._completions)
         training.record(head | users | own, shown, "  ".join(filter(None, notes)))
         self._texts.show(self._completions)
@@ -139,10 +141,6 @@ class Cycle:
         gaps = [gap for part in self._gaps for datum in part for gap in datum] if all(self._gaps) else []
         return loss_metrics(result, gaps) | rate
 
-    def _group_metrics(self) -> Metrics:
-        uniform = self._built.uniform_groups
-        return {} if uniform is None else {"groups/uniform_frac": uniform / len(self._requests)}
-
     def _seconds(self) -> Metrics:
         start, sampled, built, trained = self._times
         return {
@@ -154,10 +152,10 @@ class Cycle:
 
 
 def minibatches_of(payload: Payload, count: int, origin: str) -> list[Payload]:
-    """The data, shuffled by ``origin``, in ``count`` payloads of about the same size, or one per datum if that is less.
+    """Return the data, shuffled by ``origin``, in ``count`` payloads of about the same size, but none without a datum.
 
-    One payload is left as it is. Nothing is scaled: a divisor that build_loss has put into the advantages stays that of
-    the whole cycle.
+    With ``count`` 1 nothing is shuffled. Nothing is scaled: if build_loss divides the advantages by a number of tokens,
+    that number remains the one of the whole cycle.
     """
     data = payload["data"]
     if count == 1:
@@ -167,7 +165,7 @@ def minibatches_of(payload: Payload, count: int, origin: str) -> list[Payload]:
 
 
 def split_payload(payload: Payload, max_datums: int | None) -> list[Payload]:
-    """The payload in parts of at most ``max_datums`` data, in their order; with None all in one."""
+    """Return the payload in parts of at most ``max_datums`` data, in their order; with None all in one."""
     data = payload["data"]
     size = max_datums or len(data)
     return [payload | {"data": data[start : start + size]} for start in range(0, len(data), size)]

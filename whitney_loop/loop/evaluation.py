@@ -27,7 +27,7 @@ class Evaluation:
     """The evaluations of a training; without requests there are none.
 
     ``requests`` are sampled every ``every`` cycles, from cycle 0 on, and after the last one, each time with the same
-    seeds. What the metrics file of a resumed run holds is not done again.
+    seeds. A resumed run does not repeat those in its metrics file.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Evaluation:
             self._save_if_best(cycle, metrics)
 
     def _scored(self, samples: list[Payload], cycle: int) -> Metrics:
-        """The metrics of the user's ``evaluate``; without it, the rewards of all completions."""
+        """Return the metrics of the user's ``evaluate``; without it, the rewards of all completions."""
         if self._loss.evaluate is None:
             pairs = zip(samples, self._requests, strict=True)
             reward = self._loss.rewards.of
@@ -108,7 +108,7 @@ class Evaluation:
 
 
 def compared_value(metrics: Mapping[str, Any]) -> float | None:
-    """What ``--save-best`` compares: ``eval/reward/mean`` of a list of rewards, or ``eval/reward`` of a number."""
+    """Return the number that ``--save-best`` compares: ``eval/reward/mean``, or without it ``eval/reward``."""
     value = metrics.get("eval/reward/mean", metrics.get("eval/reward"))
     return float(value) if is_number(value) else None
 
@@ -116,7 +116,7 @@ def compared_value(metrics: Mapping[str, Any]) -> float | None:
 def read_held_out(
     path: Path | None, loss: UserLoss, requests: Sequence[Request], *, save_best: bool
 ) -> tuple[list[Request], list[str]]:
-    """The requests of ``--eval-json``, none without it, and notes to print.
+    """Return the requests of ``--eval-json``, none without it, and notes to print.
 
     Raise UsageError if the file is wrong, or there is nothing to evaluate by.
     """

@@ -1,4 +1,4 @@
-"""The files of a loop: text that users give, in any usual encoding, and locks on what the loop keeps."""
+"""The files of a loop: text in any usual encoding, and locks on the files that it writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IN_USE = "another loop is writing it, or a process that such a loop started stil
 
 
 def read_text(path: Path, *, errors: str = "strict") -> str:
-    """The text of a JSON or JSONL file, in UTF-8 or UTF-16, with or without a byte order mark.
+    """Return the text of a JSON or JSONL file, in UTF-8 or UTF-16, with or without a byte order mark.
 
     Raise ValueError with the file if it cannot be read, and with the line if it is not text there; ``errors`` is
     that of ``bytes.decode``.

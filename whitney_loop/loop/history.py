@@ -1,10 +1,12 @@
-"""The file of ``--metrics``: what a run has done so far, and where it goes on.
+"""The file of ``--metrics``: it records a run, and tells a resumption where to continue.
 
-It is JSONL, in the order of what happened, of four kinds of lines: ``{"config": …}`` when a run begins or is resumed,
-``{"cycle": …, "eval/…": …}`` with the metrics of an evaluation before a cycle, ``{"cycle": …, …}`` with those of the
-cycle, and ``{"state_id": …, "next_cycle": …}`` when a state was saved, with
-``second_runs``, the states of the runs beside it by name. A state's line comes after those of the cycles that it
-holds; what follows it in the file is not part of the state.
+It is JSONL with four kinds of lines, in the order in which things happened:
+
+- ``{"config": …}``: a run begins, or is resumed;
+- ``{"cycle": …, "eval/…": …}``: the metrics of an evaluation before a cycle;
+- ``{"cycle": …, …}``: the metrics of a cycle;
+- ``{"state_id": …, "next_cycle": …}``: a saved state of all cycles above it, with ``second_runs``, the states of the
+  runs beside it by name.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,8 +45,8 @@ class History:
     first_cycle: int = 0
     state_id: str | None = None  # to resume from; None: a new run
     second_runs: Mapping[str, str | None] = field(default_factory=dict)  # their states by name, at that state
-    configs: tuple[dict[str, Any], ...] = ()  # of the run's beginning, and of each time that it was resumed
-    cycles: tuple[dict[str, Any], ...] = ()  # the records of those that the state holds
+    configs: tuple[dict[str, Any], ...] = ()  # of the run's start and of each resumption
+    cycles: tuple[dict[str, Any], ...] = ()  # the records of the cycles before the state
     metrics: LinesFile = field(default_factory=lambda: LinesFile("--metrics"))
     samples: LinesFile = field(default_factory=lambda: LinesFile("--samples"))  # cut back at the same cycle
     log: Callable[[dict[str, Any]], None] | None = None  # of --log; it is called with each line
@@ -60,13 +63,13 @@ class History:
         before = self.configs[0] if self.configs else {}
         for name, why in MUST_STAY.items():
             if name in before and before[name] != config.get(name):
-                what = "the data set is not the one" if name == "data_sha256" else (
-                    f"{flag_of(name)} is {config.get(name)}, but {before[name]} in the run"
-                )  # fmt: skip
-                raise UsageError(f"{what} that {self.metrics.path} began with: {why}")
+                differs = f"{flag_of(name)} is {config.get(name)}, but {before[name]} in the run"
+                if name == "data_sha256":
+                    differs = "the data set is not the one"
+                raise UsageError(f"{differs} that {self.metrics.path} began with: {why}")
 
     def changes(self, config: Mapping[str, Any]) -> str:
-        """The options that differ from those of the run until now; empty if none does."""
+        """Return the options that differ from those of the run until now; empty if none does."""
         before = self.configs[-1] if self.configs else {}
         # As text: the file holds a path as text.
         changed = [name for name in MAY_CHANGE if name in before and str(before[name]) != str(config.get(name))]
@@ -83,7 +86,7 @@ class History:
             file.claim()
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """Write the first line; if a run is resumed, first move what its state does not hold to FILE.superseded."""
+        """Write the first line; first move the lines that a resumed state does not hold to FILE.superseded."""
         for file in (self.metrics, self.samples):
             file.cut_back()
         self.write({"config": config})
@@ -96,7 +99,7 @@ class History:
 
 
 def open_history(options: LoopOptions) -> History:
-    """Read the metrics file and claim it until the History is closed. Raise UsageError that says what is missing.
+    """Read the metrics file and claim it until the History is closed. Raise UsageError if it does not fit the options.
 
     Creates nothing.
     """
@@ -120,15 +123,13 @@ def open_history(options: LoopOptions) -> History:
 
 
 def _require_different_names(paths: Mapping[str, Path | None]) -> None:
-    options: dict[Path, str] = {}  # by path
-    for option, path in paths.items():
-        if path and options.setdefault(path.absolute(), option) != option:
-            other = options[path.absolute()]
-            raise UsageError(f"{other} and {option} are both {path}: give them different names")
+    for (one, path), (other, other_path) in combinations(paths.items(), 2):
+        if path and other_path and path.absolute() == other_path.absolute():
+            raise UsageError(f"{one} and {other} are both {other_path}: give them different names")
 
 
 def _open_samples(path: Path, history: History) -> LinesFile:
-    """The file of samples, to be cut back to the cycles before the first one that will be trained."""
+    """Return the file of samples, to be cut back to the cycles before the first one that will be trained."""
     file = opened("--samples", path)
     lines = LinesFile("--samples", path.absolute(), file=file)
     if file is None:
@@ -167,7 +168,7 @@ def _without_lines(options: LoopOptions) -> History:
 
 
 def _continued(options: LoopOptions, path: Path, file: IO[bytes]) -> History:
-    """The run in the file, to be continued at one of its states."""
+    """Return the run in the file, to be continued at one of its states."""
     content = file.read()
     if not json.detect_encoding(content).startswith("utf-8"):
         raise UsageError(f"--metrics {path} is not in UTF-8, in which the next lines are written: save it in UTF-8")

@@ -1,7 +1,7 @@
 """``--journal PATH``: a small file that names the session, so that it can be closed after the loop was killed.
 
 It is written before the session is created, locked as long as its loop lives, and removed once the session is closed.
-It holds no key. Its first line says where, and with which Idempotency-Key; the second, once it is known, the session.
+It holds no API key. Its first line holds the service and the Idempotency-Key, the second the id of the session.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whitney_loop.loop.report import say
 
 @dataclass(frozen=True)
 class Entry:
-    """What a journal says of its session."""
+    """The content of a journal."""
 
     base_url: str
     embedded: bool
@@ -38,7 +38,8 @@ class Entry:
 
     def __str__(self) -> str:
         where = f"the embedded service at {self.base_url}" if self.embedded else self.base_url
-        return f"{f'session {self.session_id}' if self.session_id else 'a session whose id is not known'} on {where}"
+        session = f"session {self.session_id}" if self.session_id else "a session whose id is not known"
+        return f"{session} on {where}"
 
 
 @dataclass
@@ -90,7 +91,7 @@ def kept_journal(path: Path | None, place: Place, provider: str) -> Iterator[Jou
 
 
 def check_journal(path: Path | None, *, recover: bool) -> str:
-    """Say what a start would do about the journal; raise UsageError if it would stop. Changes nothing."""
+    """Return a line on the journal for ``--dry-run``. Raise UsageError if a start would stop at it. Changes nothing."""
     if path is None:
         return "no journal is kept"
     if not path.exists():
@@ -109,7 +110,7 @@ def check_journal(path: Path | None, *, recover: bool) -> str:
 
 
 def recover_session(path: Path, client: WhitneyClient) -> str:
-    """Cancel and close what the journal of a killed loop names, remove it, and return a line that says so.
+    """Close the session in the journal of a killed loop, remove the journal, and return a line to print.
 
     Raise UsageError if the journal is not of this service, WhitneyError if closing fails; the journal is kept then.
     """
@@ -131,7 +132,7 @@ def recover_session(path: Path, client: WhitneyClient) -> str:
 
 
 def _close(entry: Entry, client: WhitneyClient) -> str:
-    """Cancel, poll and close; return what was done."""
+    """Cancel the runs of the session, poll and close it; return a few words to print."""
     # If the id never came: the same key gives the session that was created with it, or a new one, which is closed.
     session_id = entry.session_id or client.create_session(entry.provider, idempotency_key=entry.session_key)
     try:
@@ -144,7 +145,7 @@ def _close(entry: Entry, client: WhitneyClient) -> str:
 
 
 def _created(path: Path) -> IO[bytes]:
-    """The new file, locked. Raise UsageError if it exists or cannot be created."""
+    """Create and lock the file. Raise UsageError if it exists or cannot be created."""
     try:
         file = path.open("xb", buffering=0)
     except FileExistsError:
@@ -158,7 +159,7 @@ def _created(path: Path) -> IO[bytes]:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """The journal of a loop that has ended, locked. Raise UsageError if its loop still runs, or it is not a file."""
+    """Open and lock the journal of a loop that has ended. Raise UsageError if its loop still runs, or it is no file."""
     if not path.is_file():
         raise UsageError(f"--journal {path} is not a regular file; give another PATH")
     try:
@@ -175,7 +176,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _read(path: Path, file: IO[bytes]) -> Entry | None:
-    """What the journal says; None if it is empty. Raise UsageError if it is not a journal."""
+    """Return the entry in the journal; None if it is empty. Raise UsageError if it is not a journal."""
     try:
         text = file.read().decode()
         if not text:
@@ -210,7 +211,7 @@ def _remove(path: Path, file: IO[bytes]) -> None:
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Whether the open file still has this name."""
+    """Return whether the open file still has this name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:

@@ -1,4 +1,4 @@
-"""JSONL files that a run adds to, such as the metrics; a resumption first moves away what its state does not hold."""
+"""JSONL files that a run adds to, such as the metrics. A resumption first moves away the lines after its state."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Line:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a file, in UTF-8 or UTF-16. Raise ValueError as ``parsed_lines`` does, and if it cannot be read."""
+    """Return the lines of a file in UTF-8 or UTF-16. Raise ValueError as ``parsed_lines``, or if it cannot be read."""
     return list(parsed_lines(path, io.BytesIO(read_text(path, errors="replace").encode())))
 
 
 def parsed_lines(path: Path, lines: Iterable[bytes]) -> Iterator[Line]:
-    """The lines of a file in UTF-8. A last line that was cut off, by a kill or a full disk, is left out.
+    """Yield the lines of a file in UTF-8. A last line that was cut off, by a kill or a full disk, is left out.
 
     Raise ValueError with the file, and the line number if another one is no JSON object.
     """
@@ -56,8 +56,8 @@ class LinesFile:
 
     option: str  # that named it, for messages
     path: Path | None = None
-    kept_bytes: int = 0  # of the file: what the state to resume holds
-    superseded: bytes = b""  # what follows
+    kept_bytes: int = 0  # of the file: the lines up to the state to resume
+    superseded: bytes = b""  # the bytes after them
     file: IO[bytes] | None = None  # open and locked
 
     def claim(self) -> None:
@@ -74,7 +74,7 @@ class LinesFile:
         self.file = file
 
     def cut_back(self) -> None:
-        """Move what the state to resume does not hold to FILE.superseded. Raise ValueError if that is not possible."""
+        """Move the lines after the state to resume to FILE.superseded. Raise ValueError if that is not possible."""
         if self.path is None or self.file is None:
             return
         if self.superseded:
@@ -106,7 +106,7 @@ class LinesFile:
 
 
 def opened(option: str, path: Path) -> IO[bytes] | None:
-    """The file of an earlier run, locked; None if it does not exist or is empty, which ``claim`` creates.
+    """Open and lock the file of an earlier run. Return None if it does not exist or is empty: ``claim`` creates it.
 
     Raise UsageError if it cannot be written, or another loop writes it.
     """
@@ -150,12 +150,12 @@ def require_writable(option: str, path: Path) -> None:
 
 
 def superseded_path(path: Path) -> Path:
-    """The file beside another that gets the cycles which a resumed state does not hold."""
+    """Return the path of the file for the lines that the resumed state does not hold."""
     return path.with_name(f"{path.name}.superseded")
 
 
 def as_json(entry: Mapping[str, Any]) -> str:
-    """A line: null for a number that is not finite, text for what JSON does not know."""
+    """Return the entry as JSON: null for a number that is not finite, text for an object that JSON cannot hold."""
     try:
         return json.dumps(redacted_json(entry), allow_nan=False)
     except (TypeError, ValueError):
@@ -163,7 +163,7 @@ def as_json(entry: Mapping[str, Any]) -> str:
 
 
 def _storable(value: Any) -> Any:
-    """What JSON can hold: null for a number that is not finite, text for an object that it does not know."""
+    """Return the value with null for each number that is not finite, and text for each object JSON cannot hold."""
     if isinstance(value, Mapping):
         return {str(name): _storable(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

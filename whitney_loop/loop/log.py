@@ -1,4 +1,4 @@
-"""The user's logger: what ``--log`` names."""
+"""The user's logger, from ``--log``."""
 
 from __future__ import annotations
 

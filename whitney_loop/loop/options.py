@@ -39,7 +39,7 @@ def option(
     at_least: int | None = None,
     choices: Sequence[str] | None = None,
 ) -> Any:
-    """One option of a dataclass of options; default REQUIRED if it must be given, () if it is repeatable."""
+    """Return the field of one option. Its default is REQUIRED if it must be given, () if it is repeatable."""
     about = {"help": help, "group": group, "metavar": metavar, "at_least": at_least, "choices": choices}
     return field(default=default, metadata=about)
 
@@ -75,24 +75,16 @@ class LoopOptions:
     timeout: float = option(3600.0, "seconds that one operation may take", group="where to train")
 
     learning_rate: float | None = option(
-        None,
-        f"of AdamW; default: what the engine suggests, else {LEARNING_RATE:g}",
-        group="optimizer",
+        None, f"of AdamW; default: what the engine suggests, else {LEARNING_RATE:g}", group="optimizer"
     )
     optimizer: Sequence[str] = option(
-        (),
-        "grad_clip_norm, weight_decay, beta1, beta2 or eps; repeatable",
-        group="optimizer",
-        metavar="NAME=VALUE",
+        (), "grad_clip_norm, weight_decay, beta1, beta2 or eps; repeatable", group="optimizer", metavar="NAME=VALUE"
     )
     schedule: str = option("constant", ", ".join(SCHEDULES), group="optimizer", metavar="NAME", choices=SCHEDULES)
     warmup: int = option(0, "cycles in which the learning rate rises", group="optimizer", at_least=0)
 
     stop_at: Sequence[str] = option(
-        (),
-        "end once its mean of 3 cycles is at least VALUE; repeatable",
-        group="when to stop",
-        metavar="METRIC:VALUE",
+        (), "end once its mean of 3 cycles is at least VALUE; repeatable", group="when to stop", metavar="METRIC:VALUE"
     )
     token_budget: int | None = option(
         None, "end after N tokens, sampled plus trained, in this process", group="when to stop", at_least=1
@@ -203,7 +195,7 @@ def check_ranges(options: LoopOptions) -> None:
 
 
 def parse_goal(text: str) -> tuple[str, float]:
-    """(metric, value) of a ``--stop-at METRIC:VALUE``. Raise UsageError if it is not of this form."""
+    """Return (metric, value) of a ``--stop-at METRIC:VALUE``. Raise UsageError if it is not of this form."""
     metric, _, number = text.rpartition(":")
     try:
         value = float(number)
@@ -215,5 +207,5 @@ def parse_goal(text: str) -> tuple[str, float]:
 
 
 def flag_of(name: str) -> str:
-    """The command-line name of an option."""
+    """Return the command-line name of an option."""
     return f"--{name.replace('_', '-')}"

@@ -30,7 +30,7 @@ class Place:
 
 
 def is_embedded(options: LoopOptions) -> bool:
-    """Whether options and environment mean the embedded service. Raise UsageError if they contradict each other."""
+    """Return whether the loop trains on the embedded service. Raise UsageError if the options contradict each other."""
     if options.local and options.base_url is not None:
         raise UsageError("--local and --base-url contradict each other: leave one out")
     if options.base_url == "":
@@ -52,7 +52,7 @@ def is_embedded(options: LoopOptions) -> bool:
 
 
 def load_engine(options: LoopOptions) -> Backend | None:
-    """The engine of the embedded service, with its model loaded; None if a service by URL trains.
+    """Return the engine of the embedded service, with its model loaded; None if a service by URL trains.
 
     Raise UsageError if it cannot start, or would refuse the run that the options ask for.
     """
@@ -80,7 +80,7 @@ def require_within_limits(backend: Backend, options: LoopOptions, loss_function:
 
 @contextmanager
 def open_place(options: LoopOptions, backend: Backend | None) -> Iterator[Place]:
-    """A client of the service; the embedded service, in front of ``backend``, runs until the block ends.
+    """Yield a client of the service. The embedded service, in front of ``backend``, runs until the block ends.
 
     Raise UsageError if it cannot be used.
     """

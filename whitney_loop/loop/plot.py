@@ -107,7 +107,7 @@ def write_page(output: Path, content: str) -> None:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The template with all that the runs give."""
+    """Return the page: the template, filled from the runs."""
     # All charts have the same cycles across, and the same cycles in a mean, so that runs can be compared.
     first, last = min(run.cycles[0]["cycle"] for run in runs), max(run.cycles[-1]["cycle"] for run in runs)
     across = ticks(first, max(last, first + 5))  # whole numbers, for 5 or more
@@ -131,7 +131,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def sorted_out(runs: Sequence[Run]) -> tuple[list[str], str]:
-    """The metrics to draw, in their order; and a text on those whose curves never move, or are another one's."""
+    """Return the metrics to draw, in order, and a text on the others: constant ones, and copies of another one."""
     moving: dict[str, str] = {}  # by its points
     still, same = [], []
     for key in sorted({key for run in runs for entry in run.cycles for key in entry}, key=_place_in_order):
@@ -159,7 +159,7 @@ def legend(runs: Sequence[Run]) -> str:
 
 
 def options(runs: Sequence[Run], only_differing: bool = False) -> str:
-    """A table of the options that have a value, or in which the runs differ or a resumption differs; empty for none."""
+    """Return a table of the options that have a value, or only of those that differ; empty if there are none."""
     configs = [config for run in runs for config in run.configs]
     names = dict.fromkeys(name for config in configs for name in config)
     if only_differing:
@@ -190,7 +190,7 @@ def texts(runs: Sequence[Run]) -> str:
 
 
 def texts_by_cycle(run: Run) -> list[tuple[int, str, str, str, str]]:
-    """(cycle, title, best text, title, worst text) of the last cycle and of up to ``POINTS`` − 1 before it."""
+    """Return (cycle, title, best text, title, worst text) of the last cycle and of up to ``POINTS`` − 1 before it."""
     cycles = sorted(run.samples, reverse=True)
     return [
         (cycle, f"best of cycle {cycle}: {best:.4g}", best_text, f"worst of cycle {cycle}: {worst:.4g}", worst_text)
@@ -200,7 +200,7 @@ def texts_by_cycle(run: Run) -> list[tuple[int, str, str, str, str]]:
 
 
 def chart(key: str, runs: Sequence[Run], across: Sequence[float]) -> str:
-    """One metric: last and best value of each run, axes with ticks, a curve per run, and what it means."""
+    """Return the chart of a metric: last and best values, axes, a curve per run, and the meaning."""
     unit, good, meaning = about(key)
     curves = [segments(run.points(key), cycles_in_a_mean(across)) for run in runs]
     drawn = [y for curve in curves for segment in curve for _, y in segment]
@@ -240,7 +240,7 @@ def polyline(segment: Points, across: Sequence[float], up: Sequence[float], colo
 
 
 def about(key: str) -> tuple[str, str, str]:
-    """(unit, which way is good, meaning) of a metric."""
+    """Return (unit, which way is good, meaning) of a metric."""
     if key.startswith("eval/"):
         unit, good, meaning = about(key.removeprefix("eval/"))
         return unit, good, METRICS["eval"][2] if _is_headline(key) else f"In the evaluation. {meaning}"
@@ -249,7 +249,7 @@ def about(key: str) -> tuple[str, str, str]:
 
 
 def summary(points: Points, good: str) -> str:
-    """The last value, and the best one with its cycle, or the lowest and the highest if neither way is good."""
+    """Return the last value, and the best one with its cycle, or the lowest and the highest if neither way is good."""
     low, high = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
     cycle, best = high if good == UP else low
     last = f"last {_label(points[-1][1], 4)}"

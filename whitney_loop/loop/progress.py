@@ -13,7 +13,7 @@ MISSING = "–"
 def progress_line(
     cycle: int, shown: Mapping[str, Any], before: Any, *, tokens_per_s: float, tokens: int, seconds_left: float
 ) -> str:
-    """One line: the metrics in ``shown``, behind the first of them its change, then speed, tokens so far, time left.
+    """Return the line: the metrics in ``shown``, the change of the first one, speed, tokens so far, time left.
 
     ``before`` is the first metric's value in the cycle before. A value that is no number is shown as –.
     """

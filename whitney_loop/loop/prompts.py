@@ -31,7 +31,7 @@ class Request(dict[str, Any]):
 
 
 def read_requests(path: Path | None, *, embedded: bool, option: str = "--sample-json") -> list[Request]:
-    """The checked payloads of ``sample`` in a file: one, an array, or a JSONL of them.
+    """Return the checked payloads of ``sample`` in a file: one, an array, or a JSONL of them.
 
     Without a file the embedded service gets the example. Raise UsageError with the file and the line that is wrong.
     """
@@ -75,7 +75,7 @@ def _checked(payload: Any, where: str) -> Request:
 
 
 def _is_jsonl(path: Path, text: str) -> bool:
-    """By its name; or its first line is a complete object and more follows (one object may span several lines)."""
+    """Return whether the file is JSONL: by its name, or because its first line is a whole object and more follow."""
     first, _, rest = text.strip().partition("\n")
     if path.suffix == ".jsonl" or not rest:
         return path.suffix == ".jsonl"
@@ -86,13 +86,13 @@ def _is_jsonl(path: Path, text: str) -> bool:
 
 
 def _lines(path: Path, text: str) -> list[tuple[str, Any]]:
-    """(where, payload) of each line."""
-    lines = [(f"{path}:{number}", line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    return [(where, _parsed(line, where)) for where, line in lines]
+    """Return (where, payload) of each line."""
+    numbered = enumerate(text.split("\n"), start=1)
+    return [(f"{path}:{number}", _parsed(line, f"{path}:{number}")) for number, line in numbered if line.strip()]
 
 
 def _entries(path: Path, text: str) -> list[tuple[str, Any]]:
-    """(where, payload) of each entry of an array, or of the one request."""
+    """Return (where, payload) of each entry of an array, or of the one request."""
     read = _parsed(text, f"{path}")
     if not isinstance(read, list):
         return [(f"{path}", read)]
@@ -110,7 +110,7 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _hint_on_text(request: Any) -> str:
-    """What to do if a text stands in the place of token ids; empty if none does."""
+    """Return what to do if the prompt is text instead of token ids; empty if it is not."""
     prompt = request.get("prompt") if isinstance(request, dict) else request
     token_ids = prompt.get("token_ids") if isinstance(prompt, dict) else prompt
     first = token_ids[0] if isinstance(token_ids, list) and token_ids else token_ids
@@ -118,25 +118,25 @@ def _hint_on_text(request: Any) -> str:
 
 
 def notes_on_groups(requests: Sequence[Request]) -> list[str]:
-    """A note to print if some prompts are sampled once only; empty if none is."""
+    """Return a note to print if some prompts are sampled once only; empty if none is."""
     single = [request.where for request in requests if request["num_samples"] == 1]
     note = "num_samples is 1: a loss that compares the completions of a prompt, as GRPO's, skips every such group"
     return [f"{single[0]}: {note} ({len(single)} of {len(requests)} requests)"] if single else []
 
 
 def requests_of_cycle(requests: Sequence[Request], size: int, seed: int, cycle: int) -> list[Request]:
-    """The ``size`` requests of a cycle, each with a seed; the order is shuffled anew for each pass over the data."""
+    """Return the ``size`` requests of a cycle, each with a seed. Each pass over the data has its own order."""
     taken = [_at(requests, seed, position) for position in range(cycle * size, (cycle + 1) * size)]
     return [_with_seed(request, f"{seed}:{cycle}:{index}") for index, request in enumerate(taken)]
 
 
 def evaluation_requests(requests: Sequence[Request], seed: int) -> list[Request]:
-    """The requests of every evaluation, each with a seed: the same each time, so that only the weights differ."""
+    """Return the requests of an evaluation with seeds: always the same ones, so that only the weights differ."""
     return [_with_seed(request, f"{seed}:evaluation:{index}") for index, request in enumerate(requests)]
 
 
 def _at(requests: Sequence[Request], seed: int, position: int) -> Request:
-    """The request at this position of all passes, one pass after the other."""
+    """Return the request at this position of all passes, one pass after the other."""
     epoch, index = divmod(position, len(requests))
     return requests[_order(len(requests), f"{seed}:epoch {epoch}")[index]]
 
@@ -147,7 +147,7 @@ def _order(size: int, origin: str) -> list[int]:
 
 
 def _with_seed(request: Request, origin: str) -> Request:
-    """The request with a seed derived from ``origin``, unless it has one."""
+    """Return the request with a seed derived from ``origin``, unless it has one."""
     params = request["sampling_params"]
     if "seed" in params:
         return request
@@ -156,5 +156,5 @@ def _with_seed(request: Request, origin: str) -> Request:
 
 
 def fingerprint(data: Sequence[Any]) -> str:
-    """A hash of the data set: a run can only be continued on the same one."""
+    """Return a hash of the data set: a run can only be continued on the same one."""
     return hashlib.sha256(json.dumps(list(data), sort_keys=True).encode()).hexdigest()[:16]

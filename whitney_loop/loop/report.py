@@ -1,4 +1,4 @@
-"""What a loop prints: progress and errors on stderr, one summary on stdout. Printing never ends a training."""
+"""Printing: progress and errors on stderr, one summary on stdout. A failure to print never ends a training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSED_FOR_ITS_CONTENT = (None, 400, 413, 422)  # HTTP; others, such as 401, co
 
 
 class CallableError(Exception):
-    """The user's function raised; the cause is what it raised."""
+    """The user's function raised an exception, which is the ``__cause__``."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Summary:
     """The facts of one training, printed as a line of JSON when it ends; ``results`` are those of the one loop."""
 
     status: str = "failed"
-    where: str = ""  # empty: it is not known yet where to train, so there is nothing to summarise
+    where: str = ""  # the service; empty until it is known: then no summary is printed
     base_url: str = ""
     provider: str = ""
     model: str = ""
@@ -76,7 +76,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def _print(line: str, stream_name: str) -> str:
-    """Print; return why that failed, or an empty string."""
+    """Print the line. Return why that failed, or an empty string."""
     stream = getattr(sys, stream_name)
     if stream is None:  # Python was started with it closed, as by 2>&-
         return "it is closed"
@@ -91,12 +91,12 @@ def _print(line: str, stream_name: str) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with an escape such as ``\\x1b`` for each character that a terminal would obey instead of showing."""
+    """Return the text with an escape such as ``\\x1b`` in place of each control character."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def cut(text: str, columns: int) -> str:
-    """The text, made visible and cut to so many columns of a terminal, in which some characters are two wide."""
+    """Return the visible text, cut to ``columns`` of a terminal, in which some characters are two columns wide."""
     shown = visible(text[: columns + 1])
     width = fits = 0
     for index, char in enumerate(shown):
@@ -109,7 +109,7 @@ def cut(text: str, columns: int) -> str:
 
 
 def terminal_columns() -> int:
-    """The width of the terminal that shows the lines of progress; that of a usual one if they go elsewhere."""
+    """Return the width of the terminal behind stderr, or a usual width if there is no terminal."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or USUAL_COLUMNS
     except (AttributeError, OSError, ValueError):  # it is closed, a file, or a stream of the user's own
@@ -127,7 +127,7 @@ def formatted(metrics: Mapping[str, Any]) -> str:
 
 
 def show_error(error: BaseException) -> str:
-    """Say what ended the loop; return it in one line. Only the user's code and defects get a traceback."""
+    """Print the error that ended the loop; return it in one line. Only the user's code and defects get a traceback."""
     cause = error.__cause__
     expected = isinstance(error, (WhitneyError, ValueError, CallableError))
     if isinstance(error, CallableError) and cause is not None:
@@ -155,7 +155,7 @@ def _say_traceback(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def log_on_stderr() -> Iterator[None]:
-    """Show the package's log, such as retries and ids that may be open, whatever the user's module does to logging."""
+    """Show the package's log, such as retries and open ids, however the user's module configures logging."""
     log, handler = logging.getLogger("whitney_loop"), _Said(logging.WARNING)
     log.addHandler(handler)
     try:

@@ -105,7 +105,7 @@ def load_rewards(spec: str | None, threads: int) -> Rewards:
 
 
 def _as_number(value: Any) -> float:
-    """The value as a float, also from numpy or torch; NaN if it is none, such as a text."""
+    """Return the value, perhaps of numpy or torch, as a float; NaN if it is not a number."""
     try:
         return math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a torch tensor of several elements
@@ -128,5 +128,5 @@ def _work(jobs: SimpleQueue[tuple[Future[float], Callable[[], float]]]) -> None:
         future, compute = jobs.get()
         try:
             future.set_result(compute())
-        except BaseException as error:  # it is raised where the reward is asked for
+        except BaseException as error:  # ctx.reward raises it
             future.set_exception(error)

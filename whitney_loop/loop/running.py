@@ -40,17 +40,17 @@ EMBEDDED = "the embedded service"  # as Summary.where
 
 @dataclass(frozen=True)
 class Work:
-    """What a loop will do, found and checked before anything is created."""
+    """The plan of a loop, checked before anything is created."""
 
     cycles: range
-    operations: Sequence[str]  # that the service must offer
+    operations: Sequence[str]  # the service must offer them
     data: Mapping[str, Any]  # facts of the data set, kept in the metrics file; data_sha256 must stay on a resumption
     train: Callable[[Training], None]
     cost: Cost  # at most, without saved states and the adapter
-    saved_runs: int = 1  # that a saved state consists of: the trained one, and those beside it
-    requests: Sequence[Mapping[str, Any]] = field(default_factory=list)  # that will be sampled
-    loss_function: str | None = None  # if it is known beforehand
-    notes: Sequence[str] = ()  # to be printed before the training
+    saved_runs: int = 1  # each saved state holds: the trained one, and the runs beside it
+    requests: Sequence[Mapping[str, Any]] = field(default_factory=list)  # will be sampled
+    loss_function: str | None = None  # if it is known now
+    notes: Sequence[str] = ()  # are printed before the training
 
 
 def run_training(options: Options, prepare: Callable[[Options, int], Work]) -> int:
@@ -91,7 +91,8 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
         work = prepare(options, history.first_cycle)
         config = _config(options, work)
         history.require_same(config)
-        history.log = load_log(options.log, Warnings(summary.warnings)) if options.log else None
+        warnings = Warnings(summary.warnings)
+        history.log = load_log(options.log, warnings) if options.log else None
         if backend:
             require_within_limits(backend, options, work.loss_function)
         with open_place(options, backend) as place:
@@ -99,8 +100,9 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
             if given.seed is None and not history.configs:
                 say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
             if given.learning_rate is None:
-                say(f"learning rate {options.learning_rate:g}, {_origin(backend)}; --learning-rate changes it")
-            warnings = Warnings(summary.warnings)
+                suggested = backend and backend.suggested_learning_rate
+                origin = f"which {backend.name} suggests" if backend and suggested else "the default"
+                say(f"learning rate {options.learning_rate:g}, {origin}; --learning-rate changes it")
             warnings.learning_rate(options.learning_rate, rehearsal=bool(backend and backend.stands_in))
             warnings.sampling(work.requests, work.loss_function)
             for note in [*work.notes, *_start_notes(history, config)]:
@@ -122,7 +124,7 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
             try:
                 _open_and_train(options, work, history, place, summary)
             except BaseException:
-                say_how_to_resume(options, summary, work.cycles.stop)
+                _say_how_to_resume(options, summary, work.cycles.stop)
                 raise
             finally:
                 summary.operations = dict(place.client.accepted)
@@ -164,19 +166,19 @@ def _open_and_train(options: LoopOptions, work: Work, history: History, place: P
 
 
 def _with_absolute_paths(options: Options) -> Options:
-    """The user's module may change the current folder."""
+    """Return the options with absolute paths: the user's module may change the current folder."""
     paths = {name: getattr(options, name, None) for name in ("metrics", "samples", "journal", "storage")}
     return replace(options, **{name: path.absolute() for name, path in paths.items() if path})
 
 
 def _settled(options: Options, history: History, backend: Backend | None) -> Options:
-    """The options with all that follows from the engine, from the run to resume, or from chance."""
+    """Return the options with a model, a learning rate and a seed: given, or of the engine or the resumed run."""
     model = options.model or (backend.model if backend else None)
     if not model:
         raise UsageError("--model is required unless the embedded service is used (--local rehearses)")
     rate = options.learning_rate
     if rate is None:
-        rate = _suggested(backend) or LEARNING_RATE
+        rate = (backend and backend.suggested_learning_rate) or LEARNING_RATE
     seed = options.seed
     if seed is None and history.configs:
         seed = history.configs[0].get("seed")
@@ -185,16 +187,8 @@ def _settled(options: Options, history: History, backend: Backend | None) -> Opt
     return replace(options, local=backend is not None, model=model, learning_rate=rate, seed=seed)
 
 
-def _suggested(backend: Backend | None) -> float | None:
-    return backend.suggested_learning_rate if backend else None
-
-
-def _origin(backend: Backend | None) -> str:
-    return f"which {backend.name} suggests" if backend and _suggested(backend) else "the default"
-
-
 def _config(options: LoopOptions, work: Work) -> dict[str, Any]:
-    """What the metrics file keeps of a start: the options, and the facts of the data set."""
+    """Return the first line of the metrics file: the options, and the facts of the data set."""
     check_warmup(options, work.cycles.stop)
     schedule = options.schedule + ("" if options.schedule == "constant" else f" to cycle {work.cycles.stop}")
     derived = {"optimizer": full_optimizer(options), "schedule": schedule, "whitney_loop": whitney_loop.__version__}
@@ -214,7 +208,7 @@ def _start_notes(history: History, config: Mapping[str, Any]) -> list[str]:
 
 
 def _end_forked_process(error: BaseException) -> NoReturn:
-    """End this process: the user's code forked it and then left it by ``error``. What is open is its parent's."""
+    """End a process that the user's code forked and that raised ``error``. The open session belongs to its parent."""
     cause = error.__cause__ if isinstance(error, CallableError) else error
     code = 1
     if isinstance(cause, SystemExit):
@@ -227,7 +221,7 @@ def _end_forked_process(error: BaseException) -> NoReturn:
     os._exit(code)
 
 
-def say_how_to_resume(options: LoopOptions, summary: Summary, end: int) -> None:
+def _say_how_to_resume(options: LoopOptions, summary: Summary, end: int) -> None:
     """Print the options that continue a training which ended early."""
     state_id, cycle = summary.state_id, summary.next_cycle
     if state_id and cycle is not None and cycle < end:
@@ -239,7 +233,7 @@ def say_how_to_resume(options: LoopOptions, summary: Summary, end: int) -> None:
 
 
 def _judge(summary: Summary, *, is_byte_lm: bool) -> int:
-    """The exit code of a training that ended by itself, or of a dry run."""
+    """Return the exit code of a training that ended by itself, or of a dry run."""
     goal_reached = summary.ended_by is not None and summary.ended_by.startswith("--stop-at")
     if summary.cycles_skipped and not summary.cycles_done and not goal_reached:
         summary.error = "every cycle was skipped: no build_loss found a gradient signal"
@@ -259,7 +253,7 @@ def _judge(summary: Summary, *, is_byte_lm: bool) -> int:
 
 
 def _report_end(error: BaseException, summary: Summary) -> int:
-    """Say what ended the loop, on stderr and in the summary; return the exit code."""
+    """Report the error that ended the loop, on stderr and in the summary; return the exit code."""
     if not isinstance(error, KeyboardInterrupt):
         summary.error = show_error(error)
         return 1

@@ -1,4 +1,4 @@
-"""What was sampled, for people to read: three texts of a cycle on stderr, and the lines of ``--samples``."""
+"""The samples as texts for people: three of a cycle on stderr, and the lines of ``--samples``."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Completion:
 
     @property
     def value(self) -> float | None:
-        """What the best and the worst are found by: the reward, or the advantage if no reward is known."""
+        """The number that ranks completions: the reward, or the advantage if no reward is known."""
         return self.advantage if self.reward is None else self.reward
 
 
 def completions_of(cycle: int, requests: Sequence[Payload], samples: Sequence[Payload]) -> list[Completion]:
-    """The completions of a cycle, group by group. Call it before build_loss, which may change what it is given."""
+    """Return the completions of a cycle, group by group. Call it before build_loss, which may change the samples."""
     return [
         Completion(
             cycle,

@@ -12,7 +12,7 @@ FIELDS = ("grad_clip_norm", "weight_decay", "beta1", "beta2", "eps")
 
 
 def full_optimizer(options: LoopOptions) -> dict[str, Any]:
-    """The ``optimizer`` of an ``optim_step`` at the full learning rate. Raise UsageError if a field of it is wrong."""
+    """Return the ``optimizer`` field of ``optim_step`` at the full learning rate. Raise UsageError if it is wrong."""
     assert options.learning_rate is not None  # it is settled
     fields = {}
     for text in options.optimizer:
@@ -37,13 +37,13 @@ def check_warmup(options: LoopOptions, end: int) -> None:
 
 
 def scheduled_optimizer(options: LoopOptions, cycle: int, end: int) -> dict[str, Any]:
-    """The optimizer of a cycle. It depends on the number of the cycle, not on where the process began."""
+    """Return the optimizer of a cycle. It depends on the number of the cycle, not on where the process began."""
     optimizer = full_optimizer(options)
     return optimizer | {"learning_rate": optimizer["learning_rate"] * _share(options, cycle, end)}
 
 
 def _share(options: LoopOptions, cycle: int, end: int) -> float:
-    """The share of the full learning rate: it rises in the warmup, and then falls until ``end``."""
+    """Return the share of the full learning rate: it rises in the warmup, and then falls until ``end``."""
     if cycle < options.warmup:
         return (cycle + 1) / (options.warmup + 1)
     fallen = (cycle - options.warmup) / (end - options.warmup)

@@ -54,7 +54,7 @@ class SecondRuns:
         return states
 
     def _resumed_state(self, name: str) -> str | None:
-        """The state to open the run from, if its training is resumed. Raise ValueError if no file tells it."""
+        """Return the run's state in the resumed training, if there is one. Raise ValueError if no file holds it."""
         history = self._history
         if history.first_cycle and not history.configs:
             raise ValueError(

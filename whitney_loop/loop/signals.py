@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a loop by an exception, so that what it opened is closed.
+"""Ctrl-C, SIGTERM and SIGHUP end a loop by an exception, so that everything it opened is closed.
 
 A process has one handler for each signal, so it runs one loop at a time, and what came is kept here, in the module.
 """

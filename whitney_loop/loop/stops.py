@@ -38,7 +38,7 @@ class Stops:
                 values.append(value)
 
     def reached(self, tokens: int) -> str | None:
-        """The option that ends the training now, as it was given; None if none does.
+        """Return the option that ends the training now, as it was given; None if none does.
 
         ``tokens`` were sampled and trained in this process.
         """
@@ -53,5 +53,5 @@ class Stops:
         return None
 
     def unknown(self) -> list[str]:
-        """The metrics of ``--stop-at`` that no record has had."""
+        """Return the metrics of ``--stop-at`` that no record has had."""
         return [metric for metric, values in self._latest.items() if not values]

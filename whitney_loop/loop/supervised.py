@@ -19,7 +19,7 @@ END = 256  # the embedded model's end of a text
 
 
 def read_examples(path: Path, option: str, *, text: bool) -> list[Datum]:
-    """One datum per line of a JSONL file of ``{"prompt": …, "completion": …}``, token ids or, with ``text``, texts.
+    """Return a datum per line of a JSONL file of ``{"prompt": …, "completion": …}``: token ids, or with ``text`` texts.
 
     A text becomes its bytes, and the end token after a completion: the tokens of the embedded model. Raise UsageError
     with option, file and line if one is wrong.
@@ -61,12 +61,12 @@ def _token_ids(value: Any, name: str, *, text: bool) -> list[int]:
 
 
 def steps_in(data: Sequence[Datum], epochs: int, batch_size: int) -> int:
-    """How many optimizer steps ``epochs`` passes over the data take."""
+    """Return how many optimizer steps ``epochs`` passes over the data take."""
     return epochs * -(-len(data) // batch_size)
 
 
 def batch_of_step(data: Sequence[Datum], batch_size: int, seed: int, step: int, provider: str) -> tuple[int, Payload]:
-    """(epoch, checked ``cross_entropy`` payload) of an optimizer step; ``seed`` decides the order in each epoch."""
+    """Return (epoch, checked ``cross_entropy`` payload) of a step; ``seed`` decides the order in each epoch."""
     epoch, index = divmod(step, steps_in(data, 1, batch_size))
     order = random.Random(f"{seed}:{epoch}").sample(data, len(data))
     payload = forward_backward_payload(order[index * batch_size : (index + 1) * batch_size], "cross_entropy")

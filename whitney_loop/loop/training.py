@@ -1,4 +1,4 @@
-"""An open run, as a loop trains it: its cycles, and what is kept of them."""
+"""What a loop's ``train`` gets: the cycles of an open run, and the places that keep their results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Training:
         self._whole_steps = 0  # optimizer steps by the end of that cycle
 
     def cycles(self) -> Iterator[int]:
-        """The numbers of the cycles to train, from the first or the resumed one, until an option ends the training."""
+        """Yield the numbers of the cycles to train, until all are done or an option ends the training."""
         for cycle in self._cycles:
             if self.summary.ended_by:
                 say(f"{self.summary.ended_by} is reached: the training ends before cycle {cycle}")
@@ -112,8 +112,8 @@ class Training:
 
         Call it before ``optim_step``, which would put that number into the weights.
         """
-        for name, reported in (("loss", reported_loss(results[0])), ("outputs", results[0].get("outputs"))):
-            self._note_unreported(name, reported)
+        self._note_unreported("loss", reported_loss(results[0]))
+        self._note_unreported("outputs", results[0].get("outputs"))
         if found := not_finite(payloads, results):
             raise ValueError(
                 f"forward_backward of cycle {cycle}: {found}, so no optim_step was made. {self._last_good_state()}"
@@ -153,7 +153,7 @@ class Training:
         return cycle in (self._cycles.start, self.end - 1) or bool(self.summary.ended_by)
 
     def saves_after(self, cycle: int) -> bool:
-        """Whether ``--save-every`` asks for a state after this cycle; after the last one a state is saved anyway."""
+        """Return whether ``--save-every`` wants a state after this cycle. After the last cycle one is saved anyway."""
         every = self._options.save_every
         is_last = cycle + 1 == self.end or self.summary.ended_by
         return every is not None and (cycle + 1) % every == 0 and not is_last
@@ -172,13 +172,13 @@ class Training:
             say(f"saved {state_id}: the next cycle is {next_cycle}")
 
     def _steps(self) -> int:
-        """How many optimizer steps were made, or may have been, in all runs."""
+        """Return the number of optimizer steps that were, or may have been, made in all runs."""
         return self.client.accepted["optim_step"] - self.client.undone["optim_step"]
 
     def save_before_end(self) -> None:
         """Save the weights of the last whole cycle, if the run still has them and no state does.
 
-        Only a signal's KeyboardInterrupt comes out.
+        Raise only the KeyboardInterrupt of a signal.
         """
         cycle = self.next_cycle
         if cycle in (self._cycles.start, self.summary.next_cycle):
@@ -195,7 +195,7 @@ class Training:
                     result = self.client.run_operation(self.run_id, "save_state", {}, timeout_s=left_s)
                     break
                 except RequestRejected as error:
-                    # The interrupted operation may arrive just now and take the seq_id: then ask again what it was.
+                    # The interrupted operation may arrive only now and take the seq_id: then settle it again.
                     if error.code not in wire.ORDER_LOST or attempt == 2:
                         raise
             self.saved(result, next_cycle=cycle, timeout_s=max(deadline - time.monotonic(), 0))

@@ -27,7 +27,7 @@ ZERO_GRADIENT_WITHOUT_ADVANTAGE = frozenset({"importance_sampling", "ppo", "cisp
 
 @dataclass(frozen=True)
 class UserLoss:
-    """What ``--build-loss`` and ``--reward`` name."""
+    """The functions of ``--build-loss`` and ``--reward``, and the facts that their modules state."""
 
     build_loss: Callable[..., Any]
     build_batch_loss: Callable[..., Any] | None  # if the module has one, it is called instead
@@ -41,21 +41,21 @@ class UserLoss:
 
 @dataclass
 class Built:
-    """What a cycle trains on."""
+    """The result of the user's function in one cycle."""
 
     payload: Payload | None  # None: no group has a gradient signal
     skip_reason: str = ""
     metrics: list[object] = field(default_factory=list)  # ctx.metrics as each call left it
-    uniform_groups: int | None = None  # groups that were left out; None if only build_batch_loss knows
+    uniform_groups: int | None = None  # groups without a gradient signal; None if only build_batch_loss knows
 
 
 def load_user_loss(
     spec: str, provider: str, *, reward: str | None = None, reward_threads: int = 1, evaluates: bool = False
 ) -> UserLoss:
-    """Load what ``--build-loss`` and ``--reward`` name, and ``evaluate``. Raise UsageError if one cannot be used.
+    """Load the functions that ``--build-loss`` and ``--reward`` name, and ``evaluate`` of their modules.
 
-    If the module of build_loss has ``LOSS_FUNCTION``, the provider must have that loss; if it has ``OPERATIONS``,
-    the service must offer them. Otherwise no session is created.
+    Raise UsageError if one cannot be used, if the provider lacks the loss that the module of build_loss names as
+    ``LOSS_FUNCTION``, or if its ``OPERATIONS`` are not names.
     """
     try:
         module, name = load_module(spec, "--build-loss")
@@ -70,11 +70,11 @@ def load_user_loss(
     except ValueError as error:
         raise UsageError(f"{error}") from None
     loss_function = getattr(module, "LOSS_FUNCTION", None)
-    if loss_function is not None:
-        try:
+    try:
+        if loss_function is not None:
             require_advertised_loss(provider, loss_function)
-        except ValueError as error:
-            raise UsageError(f"--build-loss: {module.__name__}.LOSS_FUNCTION: {error}") from None
+    except ValueError as error:
+        raise UsageError(f"--build-loss: {module.__name__}.LOSS_FUNCTION: {error}") from None
     operations = getattr(module, "OPERATIONS", ())
     if not isinstance(operations, (tuple, list)) or not all(isinstance(kind, str) for kind in operations):
         raise UsageError(f"--build-loss: {module.__name__}.OPERATIONS is {operations!r}, expected a tuple of names")
@@ -107,7 +107,7 @@ def take_sample(loss: UserLoss, requests: Sequence[Request], index: int, sample:
 
 
 def build(loss: UserLoss, samples: list[Payload], cycle: int, requests: Sequence[Payload], ctx: LoopContext) -> Built:
-    """One payload for the cycle: from ``build_batch_loss``, or from one call of ``build_loss`` for each request."""
+    """Return the payload of the cycle: from ``build_batch_loss``, or from a call of ``build_loss`` per request."""
     if loss.build_batch_loss is not None:
         return _build_together(loss.build_batch_loss, samples, cycle, requests, ctx)
     built = Built(None, uniform_groups=0)
@@ -140,7 +140,7 @@ def _build_together(
 def _call(
     name: str, function: Callable[..., Any], sampled: Any, cycle: int, asked: Any, ctx: LoopContext, where: str
 ) -> Payload:
-    """The payload of the user's function, checked: one that the provider would refuse is not sent."""
+    """Return the payload of the user's function. Raise ValueError if the provider would refuse it."""
     ctx.metrics = {}
     try:
         payload: Payload = function(sampled, cycle, copy.deepcopy(asked), ctx)
@@ -178,7 +178,7 @@ def has_signal(payload: Payload) -> bool:
 
 
 def _joined(payloads: list[tuple[str, Payload]]) -> Payload:
-    """The data of all payloads in one. Raise ValueError if they differ in the loss: one operation computes one."""
+    """Return one payload with the data of all. Raise ValueError if they differ in the loss or its configuration."""
     (first_where, first), *others = payloads
     for where, payload in others:
         for name in ("loss_function", "loss_config"):
