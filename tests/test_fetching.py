@@ -109,7 +109,7 @@ def test_the_first_failure_in_the_order_of_the_payloads_is_raised_and_the_rest_s
         run_id, sampler_id = a_sampler(client)
         with pytest.raises(OperationFailed, match="logprobs failed: it was told to") as caught:
             client.sampler_operations(run_id, sampler_id, "logprobs", LOGPROBS)
-        assert (caught.value.index, caught.value.seq_id) == (1, 3)
+        assert (caught.value.index, caught.value.payload, caught.value.seq_id) == (1, LOGPROBS[1], 3)
         assert client.accepted["logprobs"] == 4
         assert client.run(run_id)["status"] == "active"
 
@@ -119,7 +119,7 @@ def test_a_payload_that_is_refused_is_named_and_what_was_accepted_before_still_r
         run_id, sampler_id = a_sampler(client)
         with pytest.raises(RequestRejected) as caught:
             client.sampler_operations(run_id, sampler_id, "logprobs", [*LOGPROBS[:2], {}, LOGPROBS[3]])
-        assert caught.value.index == 2
+        assert (caught.value.index, caught.value.payload) == (2, {})
         assert client.run(run_id)["next_seq_id"] == 4
         assert lengths(client.sampler_operations(run_id, sampler_id, "logprobs", LOGPROBS)) == [1, 2, 3, 4]
 

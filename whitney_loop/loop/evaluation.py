@@ -40,26 +40,25 @@ class Evaluation:
         self._save_best = save_best
         earlier = [entry for entry in training.earlier_cycles if any(name.startswith("eval/") for name in entry)]
         self._done = {entry["cycle"] for entry in earlier}
-        self._best = max(
-            (value for entry in earlier if (value := compared_value(entry)) is not None), default=-math.inf
-        )
+        self._best = max((value for value in map(compared_value, earlier) if value is not None), default=-math.inf)
 
     def before(self, cycle: int, sampler_id: str) -> None:
         """Evaluate the weights of this sampler before the training of a cycle, if that is due."""
-        if cycle % self._every == 0:
+        if cycle % self._every == 0 and self._is_missing(cycle):
             self._evaluate(cycle, sampler_id)
 
     def after_last(self) -> None:
         """Evaluate the trained weights."""
         cycle, ctx = self._training.next_cycle, self._training.ctx
-        if self._requests and cycle not in self._done:
+        if self._is_missing(cycle):
             saved = ctx.client.run_operation(ctx.run_id, "save_weights_for_sampler", {})
             ctx.sampler_id = result_sampler_id(saved)
             self._evaluate(cycle, ctx.sampler_id)
 
+    def _is_missing(self, cycle: int) -> bool:
+        return bool(self._requests) and cycle not in self._done
+
     def _evaluate(self, cycle: int, sampler_id: str) -> None:
-        if not self._requests or cycle in self._done:
-            return
         training, client, started = self._training, self._training.client, time.monotonic()
         self._loss.rewards.begin(cycle)
         take = functools.partial(take_sample, self._loss, self._requests)

@@ -55,7 +55,6 @@ METRICS = {  # a metric, or all of a group, in the order of the page: (unit, whi
     "provider": ("", NEITHER, "Reported by the service."),
     "time": ("seconds", NEITHER, "Where the time of a cycle goes."),
 }
-ORDER = list(METRICS)
 
 HEAD = '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">'
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -299,4 +298,4 @@ def _is_headline(key: str) -> bool:
 
 def _place_in_order(key: str) -> tuple[int, str]:
     group = key.partition("/")[0]
-    return ORDER.index(key if key in METRICS else group if group in METRICS else ""), key
+    return list(METRICS).index(key if key in METRICS else group if group in METRICS else ""), key

@@ -43,7 +43,6 @@ class Training:
         self.ctx = ctx
         self.seed = options.seed or 0
         self.optimizer = full_optimizer(options)  # of a second run; each cycle has its own
-        self.end = cycles.stop
         self.summary = summary
         self.warnings = Warnings(summary.warnings)
         self.samples = history.samples  # the file of --samples
@@ -70,7 +69,7 @@ class Training:
                 return
             raise_if_signalled()
             self._cycle_started = time.monotonic()
-            self.optimizer = scheduled_optimizer(self._options, cycle, self.end)
+            self.optimizer = scheduled_optimizer(self._options, cycle, self._cycles.stop)
             yield cycle
 
     def record(self, entry: Mapping[str, Any], shown: Mapping[str, Any], note: str = "") -> None:
@@ -95,7 +94,9 @@ class Training:
         now = time.monotonic()
         before, self._shown = self._shown, next(iter(shown.values()))
         tokens_before, self._tokens = self._tokens, tokens
-        seconds_left = (now - self._started) / (self.next_cycle - self._cycles.start) * (self.end - self.next_cycle)
+        seconds_left = (
+            (now - self._started) / (self.next_cycle - self._cycles.start) * (self._cycles.stop - self.next_cycle)
+        )
         if self._options.max_minutes is not None:
             seconds_left = min(seconds_left, max(0, 60 * self._options.max_minutes - (now - self._started)))
         tokens_per_s = (tokens - tokens_before) / max(now - self._cycle_started, 1e-9)
@@ -150,12 +151,12 @@ class Training:
         self.record(entry, {shown: metrics[shown], "grad_norm": norm})
 
     def is_first_or_last(self, cycle: int) -> bool:
-        return cycle in (self._cycles.start, self.end - 1) or bool(self.summary.ended_by)
+        return cycle in (self._cycles.start, self._cycles.stop - 1) or bool(self.summary.ended_by)
 
     def saves_after(self, cycle: int) -> bool:
         """Return whether ``--save-every`` wants a state after this cycle. After the last cycle one is saved anyway."""
         every = self._options.save_every
-        is_last = cycle + 1 == self.end or self.summary.ended_by
+        is_last = cycle + 1 == self._cycles.stop or self.summary.ended_by
         return every is not None and (cycle + 1) % every == 0 and not is_last
 
     def saved(self, result: Mapping[str, Any], *, next_cycle: int, timeout_s: float | None = None) -> None:
@@ -168,7 +169,7 @@ class Training:
         self.summary.state_id, self.summary.next_cycle = state_id, next_cycle
         state = {"state_id": state_id, "next_cycle": next_cycle}
         self._history.write(state | ({"second_runs": second_runs} if second_runs else {}))
-        if next_cycle < self.end:
+        if next_cycle < self._cycles.stop:
             say(f"saved {state_id}: the next cycle is {next_cycle}")
 
     def _steps(self) -> int:
