@@ -24,7 +24,7 @@ from whitney_loop.results import result_sampler_id
 
 
 class Evaluation:
-    """The evaluations of a training; without requests there are none.
+    """The evaluations of a training: none without requests.
 
     ``requests`` are sampled every ``every`` cycles, from cycle 0 on, and after the last one, each time with the same
     seeds. A resumed run does not repeat those in its metrics file.

@@ -24,7 +24,7 @@ class Completion:
     """One completion, as a line of the file of samples holds it."""
 
     cycle: int
-    group: int  # the place of its request in the cycle
+    group: int  # the index of its request in the cycle
     prompt: list[int]
     tokens: list[int]
     stop_reason: Any
@@ -57,9 +57,9 @@ def completions_of(cycle: int, requests: Sequence[Payload], samples: Sequence[Pa
 
 
 def add_rewards(completions: Sequence[Completion], metrics: Iterable[object], known: Iterable[float | None]) -> None:
-    """Add the rewards that the calls of build_loss, one for each group or one for all, left in ``ctx.metrics``.
+    """Add the rewards that build_loss, called for each group or once for all, left in ``ctx.metrics``.
 
-    For completions without one there, as after a resampling, those that ``--reward`` gave are taken: ``known``.
+    Completions without a reward there, as after a resampling, get the ``known`` one, from ``--reward``.
     """
     rewards = [_rewards(of_call) for of_call in metrics]
     groups = _groups(completions)
@@ -74,7 +74,7 @@ def add_rewards(completions: Sequence[Completion], metrics: Iterable[object], kn
 def _rewards(metrics: object) -> list[float]:
     try:
         rewards = plain(metrics.get("reward")) if isinstance(metrics, dict) else None
-    except Exception:  # whatever the user's objects raise; it is told with the metrics
+    except Exception:  # whatever the user's objects raise; the metrics report it
         return []
     return rewards if isinstance(rewards, list) else []
 
@@ -94,7 +94,7 @@ def add_advantages(completions: Sequence[Completion], payload: Payload | None) -
 
 
 class Texts:
-    """Shows and keeps the completions of the cycles. If ``decode`` fails, that costs the texts only."""
+    """Prints and stores the completions of the cycles. If ``decode`` fails, only the texts are missing."""
 
     def __init__(
         self, training: Training, decode: Decode | None, *, show_every: int | None, per_group: int | None

@@ -1,4 +1,4 @@
-"""When a training ends before its last cycle: ``--stop-at``, ``--token-budget`` and ``--max-minutes``."""
+"""Options that end a training before its last cycle: ``--stop-at``, ``--token-budget`` and ``--max-minutes``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LATEST = 3  # cycles whose mean is compared with the value of --stop-at: one luc
 
 
 class Stops:
-    """Knows, from the records of the cycles, whether an option ends the training.
+    """Tells whether an option ends the training now.
 
-    ``cycles`` are the records of the run that is resumed: its last cycles count in the means.
+    ``cycles`` are the records of the resumed run, whose last cycles count in the means.
     """
 
     def __init__(self, options: LoopOptions, cycles: Sequence[Mapping[str, Any]]) -> None:
@@ -31,7 +31,7 @@ class Stops:
             self.take(record)
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Keep the metrics of a cycle that are compared with a value."""
+        """Keep the metrics of a cycle that ``--stop-at`` names."""
         for metric, values in self._latest.items():
             value: Any = record.get(metric)
             if is_number(value) and math.isfinite(value):

@@ -109,7 +109,11 @@ def take_sample(loss: UserLoss, requests: Sequence[Request], index: int, sample:
 def build(loss: UserLoss, samples: list[Payload], cycle: int, requests: Sequence[Payload], ctx: LoopContext) -> Built:
     """Return the payload of the cycle: from ``build_batch_loss``, or from a call of ``build_loss`` per request."""
     if loss.build_batch_loss is not None:
-        return _build_together(loss.build_batch_loss, samples, cycle, requests, ctx)
+        try:
+            payload = _call(BATCH_NAME, loss.build_batch_loss, samples, cycle, requests, ctx, f"in cycle {cycle}")
+        except NoGradientSignal as reason:
+            return Built(None, f"{reason}", [ctx.metrics])
+        return Built(payload, metrics=[ctx.metrics])
     built = Built(None, uniform_groups=0)
     payloads: list[tuple[str, Payload]] = []
     for index, (sample, request) in enumerate(zip(samples, requests, strict=True)):
@@ -125,16 +129,6 @@ def build(loss: UserLoss, samples: list[Payload], cycle: int, requests: Sequence
     elif len(requests) > 1:
         built.skip_reason = f"none of {len(requests)} groups has a signal; the first: {built.skip_reason}"
     return built
-
-
-def _build_together(
-    function: Callable[..., Any], samples: list[Payload], cycle: int, requests: Sequence[Payload], ctx: LoopContext
-) -> Built:
-    try:
-        payload = _call(BATCH_NAME, function, samples, cycle, requests, ctx, f"in cycle {cycle}")
-    except NoGradientSignal as reason:
-        return Built(None, f"{reason}", [ctx.metrics])
-    return Built(payload, metrics=[ctx.metrics])
 
 
 def _call(

@@ -16,7 +16,7 @@ PATIENCE = 3  # cycles in a row without a gradient signal
 
 
 class Warnings:
-    """Prints each warning once; ``printed`` holds their names."""
+    """Prints each warning once, and adds its name to ``printed``."""
 
     def __init__(self, printed: list[str]) -> None:
         self._printed = printed
@@ -88,7 +88,7 @@ class Warnings:
         )
 
     def lost_metrics(self, notes: Sequence[str]) -> None:
-        """``notes`` name the entries of ``ctx.metrics`` that are not kept, and why."""
+        """``notes`` name the entries of ``ctx.metrics`` that are not kept, with the reasons."""
         if notes:
             self.once(
                 "metrics",
