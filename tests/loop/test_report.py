@@ -11,7 +11,9 @@ import pytest
 from loop_in_process import left_open
 from loop_started import read_until, start_loop
 from scripted_server import ScriptedServer, operation, reply, run
-from whitney_loop.loop.report import Summary, formatted, print_summary, say, visible
+from whitney_loop.errors import RequestRejected
+from whitney_loop.loop import Request
+from whitney_loop.loop.report import Summary, formatted, print_summary, say, show_error, visible
 
 
 @pytest.fixture
@@ -158,3 +160,13 @@ def test_an_error_of_the_users_code_is_shown_with_its_own_traceback(
     assert err.splitlines()[-1] == f"error: {summary['error']}" and kind in summary["error"]
     assert "in gives_up\n" in err and "in _call\n" not in err
     assert "CallableError" not in err and "cleaning up" not in err
+
+
+@pytest.mark.parametrize(
+    ("status", "begin"), [(422, "error: p.jsonl:7: no such token ["), (401, "error: no such token [")]
+)
+def test_an_error_about_the_content_of_a_request_begins_with_its_file_and_line(capsys, status, begin):
+    error = RequestRejected("no such token", outcome="rejected", status=status)
+    error.index, error.payload = 1, Request({}, "p.jsonl:7")
+    show_error(error)
+    assert capsys.readouterr().err.startswith(begin)
