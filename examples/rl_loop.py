@@ -43,6 +43,7 @@ from whitney_loop.loop import (
 )
 
 COMMAND = "python examples/rl_loop.py"
+EVAL_EVERY = 10  # cycles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,8 @@ class Options(LoopOptions):
     eval_json: Path | None = option(
         None, "held-out prompts, sampled without training", group="evaluation", metavar="FILE"
     )
-    eval_every: int = option(
-        10, "evaluate before every Nth cycle, and at the end", group="evaluation", metavar="N", at_least=1
+    eval_every: int | None = option(
+        None, f"evaluate before every Nth cycle and at the end; default: {EVAL_EVERY}", group="evaluation", at_least=1
     )
     save_best: bool = option(False, "save a state whenever an evaluation is the best so far", group="evaluation")
     updates: int = option(1, "passes over the samples of each cycle", group="optimizer", at_least=1)
@@ -110,6 +111,8 @@ def prepare(options: Options, first_cycle: int) -> Work:
         )
     if options.samples_per_group and not options.samples:
         raise UsageError("--samples-per-group needs --samples FILE.jsonl")
+    if options.eval_every and not options.eval_json:
+        raise UsageError("--eval-every needs --eval-json FILE")
     held_out, notes = read_held_out(options.eval_json, loss, requests, save_best=options.save_best)
     operations = ["save_weights_for_sampler", "sample", "forward_backward", "optim_step"]
     operations += ["save_state"] if options.save_best else []
@@ -131,7 +134,7 @@ def prepare(options: Options, first_cycle: int) -> Work:
         operations=[*operations, *loss.operations],
         data={"requests": len(requests), "data_sha256": fingerprint(requests)},
         train=lambda training: train(training, options, loss, requests, held_out),
-        cost=cost + evaluation_cost(held_out, cycles, options.eval_every, save_best=options.save_best),
+        cost=cost + evaluation_cost(held_out, cycles, options.eval_every or EVAL_EVERY, save_best=options.save_best),
         requests=requests,
         loss_function=loss.loss_function,
         notes=notes,
@@ -145,7 +148,7 @@ def train(
     client, run = training.client, training.run_id
     training.ctx.reward = loss.rewards.of  # your build_loss may ask for it
     texts = Texts(training, loss.decode, show_every=options.show_every, per_group=options.samples_per_group)
-    evaluation = Evaluation(training, loss, held_out, options.eval_every, save_best=options.save_best)
+    evaluation = Evaluation(training, loss, held_out, options.eval_every or EVAL_EVERY, save_best=options.save_best)
     for number in training.cycles():
         batch = requests_of_cycle(requests, options.batch_size, training.seed, number)
         cycle = Cycle(training, number, loss, batch, texts)

@@ -32,6 +32,7 @@ class SecondRun:
     client: WhitneyClient
     run_id: str
     state_id: str | None  # that it was opened from, or last saved as; None: the base model
+    rank: int
     frozen: bool
 
     @cached_property

@@ -52,7 +52,7 @@ def test_every_loop_has_a_dry_run_that_creates_nothing(run_loop, tmp_path, remot
 
 def costs_at_most(done):
     """{operation or kind of tokens: number} of the line that tells the cost."""
-    [line] = re.findall(r"(?m)^this run costs at most: (.*) \(prompts, ", done.stderr)
+    [line] = re.findall(r"(?m)^the loop's own operations are at most: (.*)\. Not counted: ", done.stderr)
     return {name: int(number) for number, name in (part.split(" ", 1) for part in line.split(", "))}
 
 

@@ -218,3 +218,30 @@ def test_a_run_with_every_option_on_resumes_exactly(train, run_loop, folder):
     assert resumed.adapter == whole.adapter
     assert metrics_of(folder / "m.jsonl") == metrics_of(folder / "whole.jsonl")
     assert (folder / "samples.jsonl").read_text() == (folder / "whole_samples.jsonl").read_text()
+
+
+SECOND = """
+from grpo_build_loss import build_loss as grpo
+
+def build_loss(sample, cycle, request, ctx):
+    {calls}
+    return grpo(sample, cycle, request, ctx)
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ('ctx.second_run("critic", rank=2); ctx.second_run("critic", rank=1)', "opened with rank 2 and frozen False"),
+        ('ctx.second_run("critic"); ctx.second_run("critic", frozen=True)', "not with rank None and frozen True"),
+        ('ctx.second_run("critic", rank=0)', "rank is 0, expected an integer of at least 1"),
+        ('ctx.second_run("critic", rank="8")', "rank is '8', expected an integer"),
+        ('ctx.second_run("")', "name is '', expected a text"),
+        ("ctx.second_run(3)", "name is 3, expected a text"),
+        ('ctx.second_run("ref", state_id="gone")', "second_run('ref') with state_id 'gone' and rank 1: "),
+    ],
+)
+def test_a_second_run_that_is_asked_for_wrongly_is_named(run_loop, folder, calls, message):
+    (folder / "second.py").write_text(SECOND.format(calls=calls))
+    done = run_loop("rl_loop", "--build-loss", "second:build_loss", *RL[2:], "--seed", "1", "--cycles", "1")
+    assert done.returncode == 1 and message in done.stderr

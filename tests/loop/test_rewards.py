@@ -45,6 +45,13 @@ def reward(text, request):
 def no_text(text, request):
     return None
 """
+DECODES_BADLY = """
+def decode(tokens):
+    {body}
+
+def reward(text, request):
+    return 1.0
+"""
 HANGS = """
 import sys, threading
 
@@ -208,3 +215,21 @@ def test_a_sample_is_scored_while_later_ones_are_still_on_their_way(run_loop, tm
             "rl_loop", "--build-loss", GRPO, "--reward", "tells:reward", "--cycles", "1", *data, **training_on(service)
         )
     assert len(service.samples) == 2 and service.in_time
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise LookupError('no such id')", "decode raised LookupError in cycle 0 for"),
+        ("return None", "decode raised TypeError in cycle 0 for"),
+    ],
+)
+def test_a_decode_that_gives_no_text_is_named_and_not_the_reward(train, tmp_path, body, message):
+    (tmp_path / "decodes.py").write_text(DECODES_BADLY.format(body=body))
+    done = train("decodes:reward")
+    assert done.returncode == 1 and message in done.stderr
+
+
+def test_what_was_sampled_before_a_reward_failed_is_counted(train):
+    done = train("by_tokens:none")
+    assert done.returncode == 1 and done.summary["tokens_sampled"] > 0

@@ -72,7 +72,7 @@ def saving_cost(cycles: range, save_every: int | None, runs: int) -> Cost:
 
 def cost_line(cost: Cost) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in cost.items())
-    return f"this run costs at most: {counts} (prompts, and what your own function asks for, are not counted)"
+    return f"the loop's own operations are at most: {counts}. Not counted: prompts, and what your own function asks for"
 
 
 def _most_tokens(request: Mapping[str, Any]) -> int:

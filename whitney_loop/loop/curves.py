@@ -52,6 +52,8 @@ def read_run(path: Path, samples: Path | None = None) -> Run:
     Without ``samples`` the file that the run wrote is taken, if it still exists or lies beside the metrics.
     """
     entries = [line.entry for line in read_lines(path)]
+    if any("stop_reason" in entry for entry in entries):
+        raise ValueError(f"{path} is a file of --samples: give the run's file of --metrics, and this one by --samples")
     by_cycle: dict[float, dict[str, Any]] = {}
     for entry in entries:
         if _can_be_drawn(entry.get("cycle")):  # an evaluation and its cycle are two lines

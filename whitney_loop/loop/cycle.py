@@ -60,7 +60,7 @@ class Cycle:
 
     def start_rewards(self, index: int, sample: Payload) -> None:
         """Check the sample of a request as soon as it is there, and start to compute its rewards."""
-        take_sample(self._loss, self._requests, index, sample)
+        take_sample(self._training.summary, self._loss, self._requests, index, sample)
 
     def build_loss(self, samples: list[Payload]) -> Payload | None:
         """Call the user's function. Return what to train on, or None if no group has a gradient signal."""
@@ -123,7 +123,6 @@ class Cycle:
         training.warnings.lost_metrics(lost)
         training.warnings.completions(self._sampled, self._number)
         training.warnings.signal(bool(skipped), users.get("reward/mean", users.get("reward")))
-        training.summary.tokens_sampled += self._sampled["completions/tokens"]
         reward = "reward/mean" if "reward/mean" in users else "reward"
         shown = {reward: users.get(reward), "kl": own.get("kl/k3"), "grad_norm": own.get("optim/grad_norm")}
         others = {name: value for name, value in users.items() if name != reward and not name.endswith("/std")}

@@ -61,13 +61,12 @@ class Evaluation:
     def _evaluate(self, cycle: int, sampler_id: str) -> None:
         training, client, started = self._training, self._training.client, time.monotonic()
         self._loss.rewards.begin(cycle)
-        take = functools.partial(take_sample, self._loss, self._requests)
+        take = functools.partial(take_sample, training.summary, self._loss, self._requests)
         samples = client.sampler_operations(training.run_id, sampler_id, "sample", self._requests, on_result=take)
         found, lost = user_metrics([self._scored(samples, cycle)])
         tokens = sample_metrics(samples)["completions/tokens"]
         metrics = {f"eval/{name}": value for name, value in (found | {"completions/tokens": tokens}).items()}
         training.warnings.lost_metrics(lost)
-        training.summary.tokens_sampled += tokens
         self._done.add(cycle)
         entry = {"cycle": cycle, **metrics, "time/eval": time.monotonic() - started}
         training.record_evaluation(entry, f"evaluation before cycle {cycle}  {formatted(metrics)}")

@@ -77,13 +77,19 @@ class Rewards:
 
     def _compute(self, sequence: Mapping[str, Any], request: Mapping[str, Any], where: str) -> float:
         """Call the user's function. Raise CallableError if it raises, or returns no finite number."""
+        completion: Any = list(sequence["tokens"])
+        called = "decode"
         try:
-            tokens = list(sequence["tokens"])
-            value = self._function(self.decode(tokens) if self.decode else tokens, request)
+            if self.decode:
+                completion = self.decode(completion)
+                if not isinstance(completion, str):
+                    raise TypeError(f"it returned {type(completion).__name__}, expected str")
+            called = "reward"
+            value = self._function(completion, request)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise CallableError(f"reward raised {type(error).__name__} {where}: {error}") from error
+            raise CallableError(f"{called} raised {type(error).__name__} {where}: {error}") from error
         number = _as_number(value)
         if not math.isfinite(number):
             hint = " (is its return missing?)" if value is None else ""

@@ -244,8 +244,8 @@ def _judge(summary: Summary, *, is_byte_lm: bool) -> int:
                 "build_loss returns, forward_backward and optim_step"
             )
             say(
-                "to go on: the embedded model writes random letters, so a reward for a right answer is 0 for all of "
-                "them. Give part marks, such as for each right letter; or rehearse on a real model by --engine"
+                "to go on: the completions of each prompt had equal rewards. The embedded model writes random letters, "
+                "so give part marks, such as for each right letter; or rehearse on a real model by --engine"
             )
         return 1
     summary.status = "succeeded"

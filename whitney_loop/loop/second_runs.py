@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from whitney_loop.build_loss import LoopContext, SecondRun
+from whitney_loop.errors import RequestRejected
 from whitney_loop.lifecycle import lora_run
 from whitney_loop.loop.history import History
 from whitney_loop.loop.options import LoopOptions
@@ -25,9 +26,19 @@ class SecondRuns:
         """Return the run of this name; see LoopContext.second_run."""
         if name in self._open:
             run, resources = self._open[name]
+            if rank not in (None, run.rank) or frozen != run.frozen:
+                raise ValueError(
+                    f"second_run({name!r}) was opened with rank {run.rank} and frozen {run.frozen}, not with rank "
+                    f"{rank} and frozen {frozen}: give another run another name"
+                )
             if state_id in (None, run.state_id):
                 return run
             resources.close()
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"second_run: name is {name!r}, expected a text, such as 'critic'")
+        rank = self._options.lora_rank if rank is None else rank
+        if type(rank) is not int or rank < 1:
+            raise ValueError(f"second_run({name!r}): rank is {rank!r}, expected an integer of at least 1")
         if state_id is None:
             state_id = self._resumed_state(name)
         ctx, resources = self._ctx, self._ctx.resources.enter_context(ExitStack())
@@ -35,11 +46,16 @@ class SecondRuns:
             ctx.client,
             ctx.session_id,
             model=ctx.model,
-            rank=rank or self._options.lora_rank,
+            rank=rank,
             seed=self._options.seed,
             resume_from=state_id,
         )
-        run = SecondRun(ctx.client, resources.enter_context(new_run), state_id, frozen)
+        try:
+            run_id = resources.enter_context(new_run)
+        except RequestRejected as error:
+            error.message = f"second_run({name!r}) with state_id {state_id!r} and rank {rank}: {error.message}"
+            raise
+        run = SecondRun(ctx.client, run_id, state_id, rank, frozen)
         self._open[name] = run, resources
         return run
 

@@ -13,7 +13,7 @@ from whitney_loop.errors import UnexpectedResponse
 from whitney_loop.loop.metrics import Payload
 from whitney_loop.loop.options import UsageError
 from whitney_loop.loop.prompts import Request
-from whitney_loop.loop.report import CallableError
+from whitney_loop.loop.report import CallableError, Summary
 from whitney_loop.loop.rewards import Rewards, load_rewards
 from whitney_loop.loop.signals import raise_if_signalled
 from whitney_loop.losses import require_advertised_loss
@@ -92,8 +92,8 @@ def load_user_loss(
     )
 
 
-def take_sample(loss: UserLoss, requests: Sequence[Request], index: int, sample: Payload) -> None:
-    """Check the sample of a request as soon as it is there, and start its rewards.
+def take_sample(summary: Summary, loss: UserLoss, requests: Sequence[Request], index: int, sample: Payload) -> None:
+    """Check the sample of a request as soon as it is there, count its tokens, and start its rewards.
 
     Raise UnexpectedResponse, with the index and the request, if it cannot be trained on.
     """
@@ -102,6 +102,7 @@ def take_sample(loss: UserLoss, requests: Sequence[Request], index: int, sample:
     except UnexpectedResponse as error:
         error.index, error.payload = index, requests[index]
         raise
+    summary.tokens_sampled += sum(len(sequence["tokens"]) for sequence in sequences)
     if loss.has_reward:
         loss.rewards.start(sequences, requests[index])
 
