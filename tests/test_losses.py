@@ -37,6 +37,7 @@ def test_a_table_of_ones_own_may_be_given():
     [
         ("modal", "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "value_clip": 0.2}),
         ("modal", "cispo", {"clip_low_threshold": 0, "clip_high_threshold": 5.0}),
+        ("modal", "gspo", {"clip_low_threshold": 1, "clip_high_threshold": 1.0}),
         ("modal", "dppo", {"delta_low": 0.1, "delta_high": 0.2}),
         ("tinker", "dro", {"beta": 0.05}),
         ("tinker", "ppo", {}),
