@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "operations": {"waiting", "transport", "connections", "errors", "wire"},
     "fetching": {"operations", "waiting", "connections", "errors"},
     "results": {"errors", "wire"},
-    "client": {"fetching", "operations", "waiting", "transport", "connections", "errors", "wire"},
+    "client": {"fetching", "operations", "waiting", "transport", "errors", "wire"},
     "lifecycle": {"client", "errors", "wire"},
 }
 CLIENT_SIDE = {"connections", "transport", "waiting", "operations", "fetching", "client", "lifecycle"}

@@ -64,7 +64,7 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used_and_nothing_is_sent_
         client = client_of(server)
         client.run("run-1")
         until_it_is_closed_by_the_service(client)
-        client._operations._transport.exchange("GET", "/x", budget_s=5)
+        client._transport.exchange("GET", "/x", timeout_s=5)
         client.close()
     assert len(server.requests) == len(server.connections) == 2 and pauses == []
 
@@ -213,7 +213,7 @@ def test_a_body_that_leaves_steadily_takes_as_long_as_it_takes():
 
     with listening(serve_one) as base_url:
         client = WhitneyClient(base_url, KEY, exchange_timeout_s=0.3, submit_timeout_s=0.3)
-        answer = client._transport.exchange("POST", "/x", [b'{"payload":{"x":"', text.encode(), b'"}}'], budget_s=0.3)
+        answer = client._transport.exchange("POST", "/x", [b'{"payload":{"x":"', text.encode(), b'"}}'], timeout_s=0.3)
     assert answer["status"] == "succeeded"
 
 

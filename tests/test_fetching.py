@@ -157,10 +157,10 @@ def test_ctrl_c_ends_the_threads_although_the_service_holds_their_polls(service)
 
 
 def test_an_operation_may_take_its_time_again_if_those_before_it_have_ended_meanwhile():
-    fetchers = fetching._Fetchers()
+    fetchers = fetching._Fetchers(operations=None, on_result=None)
 
     class Slow:
-        times = 0
+        sampler_id, times = None, 0
 
         def result(self):
             self.times += 1
@@ -171,7 +171,7 @@ def test_an_operation_may_take_its_time_again_if_those_before_it_have_ended_mean
 
     slow = Slow()
     with pytest.raises(OperationTimeout):
-        fetchers._result(slow)
+        fetchers._result(slow, {})
     assert slow.times == 3
 
 

@@ -15,17 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from whitney_loop import wire
-from whitney_loop.connections import HangUp
 from whitney_loop.errors import ConfigurationError, RequestRejected, UnexpectedResponse, WhitneyError, log, shortened
-from whitney_loop.fetching import do_all
-from whitney_loop.operations import (
-    REPEAT_AFTER_S,
-    Operations,
-    PendingOperation,
-    as_json,
-    failure,
-    require_same,
-)
+from whitney_loop.fetching import run_all
+from whitney_loop.operations import Operations, PendingOperation, as_json, failure, require_same
 from whitney_loop.transport import Transport
 from whitney_loop.waiting import wait_until
 from whitney_loop.wire import is_id as is_id
@@ -54,8 +46,7 @@ class WhitneyClient:
     cannot be used.
 
     ``accepted`` counts the operations that the service took, by kind; ``undone`` those of them that are known to have
-    ended without effect. ``closed_sessions`` holds the ids of the sessions
-    that this client has closed.
+    ended without effect. ``closed_sessions`` holds the ids of the sessions that this client has closed.
     """
 
     def __init__(
@@ -75,12 +66,12 @@ class WhitneyClient:
         if not base_url:
             raise ConfigurationError("no base URL: pass base_url or set WHITNEY_BASE_URL", outcome="not_sent")
         key = api_key if api_key is not None else os.environ.get("WHITNEY_API_KEY")
-        self._transport = Transport(base_url, key, exchange_timeout_s=exchange_timeout_s, ca_file=ca_file)
+        self._transport = Transport(
+            base_url, key, timeout_s=self.submit_timeout_s, exchange_timeout_s=exchange_timeout_s, ca_file=ca_file
+        )
         self.base_url = self._transport.base_url
         self.ca_file = None if ca_file is None else os.fspath(ca_file)
-        self._operations = Operations(
-            self._transport, submit_timeout_s=self.submit_timeout_s, operation_timeout_s=self.operation_timeout_s
-        )
+        self._operations = Operations(self._transport, timeout_s=self.operation_timeout_s)
         self.accepted: Counter[str] = self._operations.accepted
         self.undone: Counter[str] = self._operations.undone
         self.closed_sessions: set[str] = set()
@@ -102,7 +93,7 @@ class WhitneyClient:
 
     def capabilities(self) -> dict[str, Any]:
         """Return what the service offers: ``{"providers": {name: {"operations": [...], "models": [...]}}}``."""
-        return self._get(wire.CAPABILITIES)
+        return self._transport.exchange("GET", wire.CAPABILITIES)
 
     def require_operations(self, provider: str, names: Collection[str]) -> None:
         """Raise ConfigurationError unless the service offers each of these operations for ``provider``."""
@@ -169,16 +160,10 @@ class WhitneyClient:
     def _allocated(self, run: dict[str, Any]) -> str:
         """Wait while the service allocates a run, which may accept no operation until then; return its id."""
         run_id = str(run[wire.RUN_ID])
-
-        def poll(left_s: float) -> dict[str, Any]:
-            nonlocal run
-            run = self._about_run(run_id, self._operations.poll(wire.path(wire.RUN, run_id=run_id), left_s))
-            return run if run.get(wire.STATUS) == wire.ALLOCATING else {wire.STATUS: "allocated"}
-
         if run.get(wire.STATUS) == wire.ALLOCATING:
             log(logging.WARNING, f"run {run_id} is being allocated: waiting for it")
             try:
-                wait_until(["allocated"], poll, run, f"run {run_id}", timeout_s=self.operation_timeout_s)
+                run = self._wait_for_run(run_id, "allocated", lambda status: status != wire.ALLOCATING, run)
             except WhitneyError as error:
                 error.outcome = "unknown"  # the run was created
                 raise
@@ -188,38 +173,36 @@ class WhitneyClient:
 
     def session(self, session_id: str) -> dict[str, Any]:
         """Return the session's present state: id, provider, status and its runs."""
-        return self._about_session(session_id, self._get(wire.path(wire.SESSION, session_id=session_id)))
+        path = wire.path(wire.SESSION, session_id=session_id)
+        return _about_session(session_id, self._transport.exchange("GET", path))
 
     def run(self, run_id: str) -> dict[str, Any]:
         """Return the run's present state: id, session, status and next_seq_id."""
-        return self._about_run(run_id, self._get(wire.path(wire.RUN, run_id=run_id)))
+        return _about_run(run_id, self._transport.exchange("GET", wire.path(wire.RUN, run_id=run_id)))
 
     def finish(self, run_id: str) -> dict[str, Any]:
-        """End a run whose work is done, and return its state. RequestRejected if it was cancelled or has failed."""
-        return self._about_run(run_id, self._post(wire.path(wire.FINISH_RUN, run_id=run_id)))
+        """End a run whose work is done, and return its state. Raise RequestRejected if it was cancelled or failed."""
+        return _about_run(run_id, self._post(wire.path(wire.FINISH_RUN, run_id=run_id)))
 
     def cancel(self, run_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         """End a run at once, and return its state: queued operations will not run. May be called again."""
-        return self._about_run(run_id, self._post(wire.path(wire.CANCEL_RUN, run_id=run_id), timeout_s))
+        return _about_run(run_id, self._post(wire.path(wire.CANCEL_RUN, run_id=run_id), timeout_s))
 
     def close_session(self, session_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Close a session and poll until it is closed or gone. Runs that have not ended are cancelled.
+        """Close a session, poll until it is closed or gone, and return its state. Open runs are cancelled.
 
-        May be called again. OperationTimeout if it is not closed after ``timeout_s``, polls included.
+        May be called again. Raise OperationTimeout if it is not closed after ``timeout_s``, polls included.
         """
         timeout_s = self.submit_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         session = self._post(wire.path(wire.CLOSE_SESSION, session_id=session_id), timeout_s)
         path = wire.path(wire.SESSION, session_id=session_id)
-
-        def poll(left_s: float) -> dict[str, Any]:
-            return self._about_session(session_id, self._operations.poll(path, left_s))
-
         try:
             session = wait_until(
-                wire.ENDED_SESSION,
-                poll,
-                self._about_session(session_id, session),
+                "closed",
+                lambda status: status in wire.ENDED_SESSION,
+                lambda left_s: _about_session(session_id, self._transport.poll(path, left_s)),
+                _about_session(session_id, session),
                 f"session {session_id}",
                 timeout_s=deadline - time.monotonic(),
             )
@@ -230,14 +213,29 @@ class WhitneyClient:
         return session
 
     def wait_until_terminal(self, run_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Poll until the run has ended (finished, cancelled or failed). OperationTimeout after ``timeout_s``."""
+        """Poll until the run has ended (finished, cancelled or failed), and return its state.
+
+        Raise OperationTimeout after ``timeout_s``; default: the client's ``operation_timeout_s``.
+        """
+        return self._wait_for_run(run_id, "ended", lambda status: status in wire.ENDED_RUN, {}, timeout_s)
+
+    def _wait_for_run(
+        self,
+        run_id: str,
+        expected: str,
+        is_reached: Callable[[str], bool],
+        state: dict[str, Any],
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
         path = wire.path(wire.RUN, run_id=run_id)
-
-        def poll(left_s: float) -> dict[str, Any]:
-            return self._about_run(run_id, self._operations.poll(path, left_s))
-
-        timeout_s = self.operation_timeout_s if timeout_s is None else timeout_s
-        return wait_until(wire.ENDED_RUN, poll, {}, f"run {run_id}", timeout_s=timeout_s)
+        return wait_until(
+            expected,
+            is_reached,
+            lambda left_s: _about_run(run_id, self._transport.poll(path, left_s)),
+            state,
+            f"run {run_id}",
+            timeout_s=self.operation_timeout_s if timeout_s is None else timeout_s,
+        )
 
     # Operations
 
@@ -254,17 +252,14 @@ class WhitneyClient:
         An operation that fails with the service's word that it may be repeated is submitted again, up to three times,
         if no other operation of the run, sampler operations excepted, was submitted since.
         """
-        started = time.monotonic()
-        path = wire.path(wire.OPERATIONS, run_id=run_id)
-        operation = self._operations.submit(run_id, path, kind, payload, timeout_s, repeat_after_s=REPEAT_AFTER_S)
-        return operation.result(None if timeout_s is None else max(started + timeout_s - time.monotonic(), 0))
+        return self._operations.run(run_id, None, kind, payload, timeout_s)
 
     def sampler_operation(self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Do a sampler's operation, ``sample`` or ``logprobs``; it takes the run's next ``seq_id`` too.
 
         Otherwise like ``run_operation``.
         """
-        return self._submit_repeatable(run_id, sampler_id, kind, payload).result()
+        return self._operations.run(run_id, sampler_id, kind, payload)
 
     def run_operations(self, run_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Do an operation for each payload, in order, and return their results.
@@ -272,12 +267,7 @@ class WhitneyClient:
         No submission waits for a result; results are fetched by up to 8 threads meanwhile. Raises what
         ``run_operation`` raises for the first that fails; those that were submitted after it still run.
         """
-        path = wire.path(wire.OPERATIONS, run_id=run_id)
-
-        def submit(payload: Mapping[str, Any], hang_up: HangUp) -> PendingOperation:
-            return self._operations.submit(run_id, path, kind, payload, hang_up=hang_up)
-
-        return do_all(submit, payloads)
+        return run_all(self._operations, run_id, None, kind, payloads)
 
     def sampler_operations(
         self,
@@ -294,11 +284,7 @@ class WhitneyClient:
         index of a payload and its result as soon as that has arrived, in the order of arrival and in this thread; later
         payloads are submitted when it returns.
         """
-
-        def submit(payload: Mapping[str, Any], hang_up: HangUp) -> PendingOperation:
-            return self._submit_repeatable(run_id, sampler_id, kind, payload, hang_up)
-
-        return do_all(submit, payloads, on_result)
+        return run_all(self._operations, run_id, sampler_id, kind, payloads, on_result)
 
     def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
         """Submit an operation in its order and do not wait for its end: the ``result()`` of what it returns does.
@@ -306,7 +292,7 @@ class WhitneyClient:
         Any number may be submitted before the first result is awaited: a service keeps the newest 256 results, so an
         older one is fetched before it would be dropped. Raises what ``run_operation`` raises until then.
         """
-        return self._operations.submit(run_id, wire.path(wire.OPERATIONS, run_id=run_id), kind, payload)
+        return self._operations.submit(run_id, None, kind, payload)
 
     def submit_sampler_operation(
         self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]
@@ -315,16 +301,7 @@ class WhitneyClient:
 
         ``metadata`` beside the payload's fields, as a prompt file may have it, is not sent.
         """
-        path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
-        return self._operations.submit(run_id, path, kind, wire.wire_request(payload))
-
-    def _submit_repeatable(
-        self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any], hang_up: HangUp | None = None
-    ) -> PendingOperation:
-        path = wire.path(wire.SAMPLER_OPERATIONS, run_id=run_id, sampler_id=sampler_id)
-        return self._operations.submit(
-            run_id, path, kind, wire.wire_request(payload), repeat_after_s=REPEAT_AFTER_S, hang_up=hang_up
-        )
+        return self._operations.submit(run_id, sampler_id, kind, payload)
 
     def settle(self, *, timeout_s: float | None = None) -> None:
         """Ask the service what became of the operations whose outcome is unknown: after it, others can follow them.
@@ -342,8 +319,7 @@ class WhitneyClient:
     ) -> dict[str, Any]:
         """Return the answer, which holds the id of what was created."""
         headers = {wire.IDEMPOTENCY_KEY: idempotency_key or str(uuid.uuid4())}
-        budget_s = self.submit_timeout_s if timeout_s is None else timeout_s
-        answer = self._transport.exchange("POST", path, [as_json(body, path)], budget_s=budget_s, headers=headers)
+        answer = self._transport.exchange("POST", path, [as_json(body, path)], timeout_s=timeout_s, headers=headers)
         made = answer.get(id_field)
         if not wire.is_id(made):
             raise UnexpectedResponse(
@@ -354,20 +330,18 @@ class WhitneyClient:
             )
         return answer
 
-    def _get(self, path: str) -> dict[str, Any]:
-        return self._transport.exchange("GET", path, budget_s=self.submit_timeout_s)
-
     def _post(self, path: str, timeout_s: float | None = None) -> dict[str, Any]:
-        budget_s = self.submit_timeout_s if timeout_s is None else timeout_s
-        return self._transport.exchange("POST", path, [b"{}"], budget_s=budget_s)
+        return self._transport.exchange("POST", path, [b"{}"], timeout_s=timeout_s)
 
-    def _about_run(self, run_id: str, answer: dict[str, Any]) -> dict[str, Any]:
-        require_same(answer, wire.RUN_ID, run_id, f"run {run_id}")
-        return answer
 
-    def _about_session(self, session_id: str, answer: dict[str, Any]) -> dict[str, Any]:
-        require_same(answer, wire.SESSION_ID, session_id, f"session {session_id}")
-        return answer
+def _about_run(run_id: str, answer: dict[str, Any]) -> dict[str, Any]:
+    require_same(answer, wire.RUN_ID, run_id, f"run {run_id}")
+    return answer
+
+
+def _about_session(session_id: str, answer: dict[str, Any]) -> dict[str, Any]:
+    require_same(answer, wire.SESSION_ID, session_id, f"session {session_id}")
+    return answer
 
 
 def _listed(names: Collection[object]) -> str:

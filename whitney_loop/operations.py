@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -11,9 +10,9 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 from whitney_loop import wire
 from whitney_loop.connections import HangUp
@@ -29,14 +28,12 @@ from whitney_loop.errors import (
 from whitney_loop.transport import TIMEOUT, NotYet, Transport
 from whitney_loop.waiting import LONG_POLL_S, wait_until
 
-_LAST_POLL_S = 5.0  # for the poll after the deadline, retries included
-# Before an operation that failed, but may be submitted again, is: three times, in half a minute.
-REPEAT_AFTER_S = (1.0, 5.0, 25.0)
-_STRAY_ANSWERS = 2  # in a row: 404s and pages of a gateway that do not count as the end of an accepted operation
-# Poll answers that mean "not finished yet". A long poll may also end in 504 or a read timeout; the next poll is a short
-# one, and for a short one both are errors.
+REPEAT_PAUSES_S = (1.0, 5.0, 25.0)  # before each repetition of an operation that failed: three, in half a minute
+_MOST_STRAYS = 2  # in a row: 404s and pages of a gateway that do not count as the end of an accepted operation
+# Answers to a poll that mean "not finished yet". A held poll may also end in 504 or a read timeout. The poll after it
+# is not held, and then both are errors.
 _NOT_YET = frozenset({408})
-_NOT_YET_HELD = frozenset({408, 504, TIMEOUT})
+_NOT_YET_IF_HELD = frozenset({408, 504, TIMEOUT})
 
 
 @dataclass(eq=False)
@@ -44,68 +41,112 @@ class PendingOperation:
     """An operation that the service has accepted. ``result()`` waits for its end."""
 
     run_id: str
+    sampler_id: str | None  # None: an operation of the run itself
     kind: str
     seq_id: int
-    path: str  # to which it was sent
-    _operation: dict[str, Any] = field(repr=False)  # its newest known state
-    _wait: Callable[[PendingOperation, dict[str, Any], float | None], dict[str, Any]] = field(repr=False)
-    # Submits it again after that error, within the seconds that are left; None if that must not be.
-    _repeat: Callable[[PendingOperation, OperationFailed, float | None], PendingOperation | None] | None = field(
-        default=None, repr=False
-    )
+    _operations: Operations = field(repr=False)
     _hang_up: HangUp | None = field(default=None, repr=False)  # of the operations that are awaited together
+    _state: dict[str, Any] = field(default_factory=dict, repr=False)  # the newest that is known
+    _is_polled_held: bool = field(default=True, repr=False)  # whether the service is asked to hold the next poll
+    _strays: int = field(default=0, repr=False)
     _is_fetched: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def path(self) -> str:
+        """The path to which it was sent."""
+        if self.sampler_id is None:
+            return wire.path(wire.OPERATIONS, run_id=self.run_id)
+        return wire.path(wire.SAMPLER_OPERATIONS, run_id=self.run_id, sampler_id=self.sampler_id)
+
+    def __str__(self) -> str:
+        return f"{self.kind} (seq_id {self.seq_id})"
 
     def result(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Wait for the end, at most ``timeout_s`` (default: the client's ``operation_timeout_s``); return the result.
 
-        Raises what ``run_operation`` raises. May be called again.
+        Raise what ``run_operation`` raises. May be called again.
         """
-        started = time.monotonic()
+        self.fetch(timeout_s)
+        if self._state[wire.STATUS] != wire.SUCCEEDED:
+            raise failure(self.kind, self._state, **self._facts())
+        result = self._state.get(wire.RESULT)
+        if not isinstance(result, dict):
+            message = f"{self.kind}: {wire.RESULT} is {shortened(result)}, expected an object"
+            raise UnexpectedResponse(message, outcome="unknown", **self._facts())
+        return result
 
-        def left_s() -> float | None:
-            return None if timeout_s is None else max(started + timeout_s - time.monotonic(), 0)
-
-        self._fetch(timeout_s)
-        try:
-            return _result_of(self._operation, self)
-        except OperationFailed as error:
-            again = self._repeat(self, error, left_s()) if self._repeat and error.retryable else None
-            if again is None:
-                raise
-        return again.result(left_s())
-
-    def _fetch(self, timeout_s: float | None) -> None:
+    def fetch(self, timeout_s: float | None) -> None:
+        """Wait for the end, as ``result`` does, and keep the result."""
         with self._lock:  # one thread polls: by the second answer the service may have forgotten the result
             if not self._is_fetched:
-                self._operation = self._wait(self, self._operation, timeout_s)
+                self._state = wait_until(
+                    "ended",
+                    lambda status: status in wire.ENDED_OPERATION,
+                    self._poll,
+                    self._state,
+                    str(self),
+                    timeout_s=self._operations.timeout_s if timeout_s is None else timeout_s,
+                    is_logged=self._hang_up is None,  # of those that are awaited together, one thread logs for all
+                    **self._facts(),
+                )
                 self._is_fetched = True
+                self._operations.count_end(self.kind, self._state[wire.STATUS])
+
+    def _poll(self, left_s: float) -> dict[str, Any] | None:
+        operation_id, is_held = self._state[wire.OPERATION_ID], self._is_polled_held
+        path = wire.path(wire.OPERATION, run_id=self.run_id, operation_id=operation_id)
+        path += wire.WAIT.format(seconds=int(min(left_s, LONG_POLL_S)) if is_held else 0)
+        not_yet = _NOT_YET_IF_HELD if is_held else _NOT_YET
+        try:
+            answer = self._operations.transport.poll(
+                path, left_s, seq_id=self.seq_id, not_yet=not_yet, hang_up=self._hang_up
+            )
+            self.check(answer)
+        except NotYet:
+            self._is_polled_held = not is_held
+            return None
+        except WhitneyError as error:
+            self._strays += 1
+            if self._strays <= _MOST_STRAYS and _may_be_stray(error):
+                return None
+            error.outcome = "unknown"  # the operation was accepted: only its result is refused here
+            raise
+        self._is_polled_held, self._strays = True, 0
+        return answer
+
+    def check(self, answer: dict[str, Any]) -> None:
+        """Raise UnexpectedResponse if the answer is not an operation, or is not this one."""
+        facts = self._facts()
+        found_id, status = answer.get(wire.OPERATION_ID), answer.get(wire.STATUS)
+        if not wire.is_id(found_id):
+            message = f"{self.kind}: {wire.OPERATION_ID} is {shortened(found_id)} in the answer, not an id"
+            raise UnexpectedResponse(message, outcome="unknown", **facts)
+        if not isinstance(status, str):
+            message = f"{self.kind}: {wire.STATUS} is {shortened(status)} in the answer, not a string"
+            raise UnexpectedResponse(message, outcome="unknown", **facts)
+        own = {wire.RUN_ID: self.run_id, wire.SEQ_ID: self.seq_id, wire.KIND: self.kind}
+        own[wire.OPERATION_ID] = self._state.get(wire.OPERATION_ID, found_id)
+        for name, expected in own.items():
+            require_same(answer, name, expected, self.kind, **facts)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what an error about this operation carries."""
+        return {"method": "POST", "path": self.path, "seq_id": self.seq_id}
 
 
 @dataclass
 class _Order:
-    """The client's half of a run's order."""
+    """The order of a run's operations, as this client knows it."""
 
-    process: int = field(default_factory=os.getpid)  # one that it forks does not see which seq_ids are taken later
+    process: int = field(default_factory=os.getpid)  # a forked process does not see which seq_ids are taken later
     lock: threading.RLock = field(default_factory=threading.RLock)
-    next_seq_id: int | None = None  # None: the service was not asked yet
+    next_seq_id: int = 0  # 0: the service was not asked yet
     # The newest operations. Weak: a result that nobody can ask for any more need not be fetched, nor kept.
     recent: deque[weakref.ref[PendingOperation]] = field(default_factory=deque)
-    newest: int | None = None  # seq_id of the newest operation that is not a sampler's
+    newest_of_run: int = 0  # seq_id of the newest operation that is not a sampler's
     broken: str | None = None  # why no operation may follow
-    lost: list[str] = field(default_factory=list)  # kinds of what was sent as next_seq_id and may have been taken
-
-    def fetch_expiring_results(self, seq_id: int, timeout_s: float | None) -> None:
-        """Fetch the results that the service may drop when it accepts ``seq_id``."""
-        while self.recent:
-            oldest = self.recent[0]()
-            if oldest is not None:
-                if oldest.seq_id > seq_id - wire.RESULTS_KEPT:
-                    return
-                with contextlib.suppress(WhitneyError):  # whoever calls its result() gets the error
-                    oldest._fetch(timeout_s)
-            self.recent.popleft()
+    lost: str | None = None  # kind of the operation that was sent as next_seq_id and may have been taken
 
 
 class Operations:
@@ -115,31 +156,47 @@ class Operations:
     or to have been cancelled, without effect.
     """
 
-    def __init__(self, transport: Transport, *, submit_timeout_s: float, operation_timeout_s: float) -> None:
-        self._transport = transport
-        self._submit_timeout_s = submit_timeout_s
-        self._operation_timeout_s = operation_timeout_s
+    def __init__(self, transport: Transport, *, timeout_s: float) -> None:
+        self.transport = transport
+        self.timeout_s = timeout_s  # from a submission to the result
         self.accepted: Counter[str] = Counter()
         self.undone: Counter[str] = Counter()
         self._orders: dict[str, _Order] = {}
         self._lock = threading.Lock()  # guards the counters and _orders
 
-    def submit(
+    def run(
         self,
         run_id: str,
-        path: str,
+        sampler_id: str | None,
         kind: str,
         payload: Mapping[str, Any],
         timeout_s: float | None = None,
-        *,
-        repeat_after_s: Sequence[float] = (),
+    ) -> dict[str, Any]:
+        """Submit an operation and return its result. If it failed and may be repeated, it is: up to three times."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        operation = self.submit(run_id, sampler_id, kind, payload, timeout_s)
+        for pause_s in REPEAT_PAUSES_S:
+            try:
+                return operation.result(_left_s(deadline))
+            except OperationFailed as error:
+                operation = self.repeat(operation, payload, error, pause_s, deadline)
+        return operation.result(_left_s(deadline))
+
+    def submit(
+        self,
+        run_id: str,
+        sampler_id: str | None,
+        kind: str,
+        payload: Mapping[str, Any],
+        timeout_s: float | None = None,
         hang_up: HangUp | None = None,
     ) -> PendingOperation:
         """Serialise the payload, then take the next seq_id, then send, under the run's lock.
 
-        ``repeat_after_s``: the pauses after which ``result()`` submits it again if it failed and may be repeated.
+        Raise RunBroken if the run's order is not known here, ValueError if the payload is no JSON, and what
+        ``Transport.exchange`` raises.
         """
-        serialised = as_json(payload, kind)
+        serialised = as_json(payload if sampler_id is None else wire.wire_request(payload), kind)
         with self._lock:
             order = self._orders.setdefault(run_id, _Order())
         if order.process != os.getpid():
@@ -154,162 +211,126 @@ class Operations:
                     f"{kind} is not sent: {order.broken}. Until then only finish, cancel and close can follow",
                     outcome="not_sent",
                 )
-            if order.next_seq_id is None:
+            if not order.next_seq_id:
                 order.next_seq_id = self._next_seq_id(run_id)
                 if order.next_seq_id != 1:
                     log(logging.WARNING, f"{run_id} was operated by another client before: a run has one client")
-            order.fetch_expiring_results(order.next_seq_id, timeout_s)
-            if path == wire.path(wire.OPERATIONS, run_id=run_id):
-                order.newest = order.next_seq_id
-            pending = PendingOperation(run_id, kind, order.next_seq_id, path, {}, self._wait, _hang_up=hang_up)
+            _fetch_expiring_results(order, timeout_s)
+            operation = PendingOperation(run_id, sampler_id, kind, order.next_seq_id, self, hang_up)
+            if sampler_id is None:
+                order.newest_of_run = operation.seq_id
             try:
-                self._send(pending, serialised, timeout_s)
-                self._accept(order, [kind])
+                self._send(operation, serialised, timeout_s)
+                self._accept(order, kind)
             except BaseException as error:  # a Ctrl-C too leaves the outcome unknown
-                self._note_loss(order, pending, error)
+                self._note_loss(order, operation, error)
                 raise
-            order.recent.append(weakref.ref(pending))
-            if repeat_after_s:
-                pending._repeat = functools.partial(self._repeat, order, payload, repeat_after_s)
-        return pending
+            order.recent.append(weakref.ref(operation))
+        return operation
 
-    def _send(self, pending: PendingOperation, payload: bytes, timeout_s: float | None) -> None:
-        kind, seq_id = pending.kind, pending.seq_id
+    def _send(self, operation: PendingOperation, payload: bytes, timeout_s: float | None) -> None:
+        kind, seq_id = operation.kind, operation.seq_id
         head = as_json({wire.KIND: kind, wire.SEQ_ID: seq_id}, kind)[:-1] + f',"{wire.PAYLOAD}":'.encode()
         body = [head, payload, b"}"]  # in parts: a payload may have 100 MB, and is not copied
-        budget_s = self._submit_timeout_s if timeout_s is None else timeout_s
-        answer = self._transport.exchange("POST", pending.path, body, budget_s=budget_s, seq_id=seq_id)
-        _require_operation(answer, pending)
-        pending._operation = answer
+        answer = self.transport.exchange("POST", operation.path, body, timeout_s=timeout_s, seq_id=seq_id)
+        operation.check(answer)
+        operation._state = answer
 
-    def _note_loss(self, order: _Order, pending: PendingOperation, error: BaseException) -> None:
+    def _accept(self, order: _Order, kind: str) -> None:
+        """Count an operation, and only then its seq_id: an interrupt in between must not hide it."""
+        with self._lock:
+            self.accepted[kind] += 1
+        order.next_seq_id, order.lost = order.next_seq_id + 1, None
+
+    def _note_loss(self, order: _Order, operation: PendingOperation, error: BaseException) -> None:
         """Break the order, unless it is certain that the service did not take the operation."""
-        order.broken = _why_broken(error, pending.kind, pending.seq_id)
-        if order.broken and not _is_out_of_step(error):
-            order.lost.append(pending.kind)
-        if isinstance(error, RequestRejected) and error.outcome == "unknown":
+        if isinstance(error, WhitneyError) and error.code in wire.ORDER_LOST:
+            order.broken = f"the service lost step with this client at {operation}: {error.code}. A run has one client"
+            return
+        if isinstance(error, WhitneyError) and error.outcome in ("not_sent", "rejected"):
+            return
+        order.broken = f"the outcome of {operation} is unknown (client.settle() asks for it)"
+        order.lost = operation.kind
+        if isinstance(error, RequestRejected):
             # A resend was refused. Did the service take what was sent before? If it does not say, it may have.
             with contextlib.suppress(WhitneyError):
-                if self._next_seq_id(pending.run_id) == order.next_seq_id:
+                if self._next_seq_id(operation.run_id) == order.next_seq_id:
                     error.outcome, order.broken = "rejected", None
 
-    def _repeat(
+    def repeat(
         self,
-        order: _Order,
-        payload: Mapping[str, Any],
-        pauses_s: Sequence[float],
         failed: PendingOperation,
+        payload: Mapping[str, Any],
         error: OperationFailed,
-        left_s: float | None,
-    ) -> PendingOperation | None:
-        """Submit an operation that failed without effect again. None if there is no time, or it would be out of order.
+        pause_s: float,
+        deadline: float | None = None,
+    ) -> PendingOperation:
+        """Submit an operation that failed without effect again, as a new one, after a pause.
 
-        A sampler's weights are frozen, so its operations have no order.
+        Raise its ``error`` if the service does not say that it may be repeated, if there is no time, or if a later
+        operation of the run was submitted. A sampler's weights are frozen, so its operations have no order.
         """
-        pause_s, *later_s = pauses_s
-        if left_s is not None and left_s <= pause_s:
-            return None
+        left_s = _left_s(deadline)
+        if not error.retryable or (left_s is not None and left_s <= pause_s):
+            raise error
         log(logging.WARNING, f"{error.message} (seq_id {failed.seq_id}); submitted again in {pause_s:g} s")
         time.sleep(pause_s)
-        if failed._hang_up and failed._hang_up.done:
-            return None
-        timeout_s = None if left_s is None else left_s - pause_s
+        order, hang_up = self._orders[failed.run_id], failed._hang_up
         with order.lock:
-            if failed.path == wire.path(wire.OPERATIONS, run_id=failed.run_id) and order.newest != failed.seq_id:
-                return None
-            return self.submit(
-                failed.run_id,
-                failed.path,
-                failed.kind,
-                payload,
-                timeout_s,
-                repeat_after_s=later_s,
-                hang_up=failed._hang_up,
-            )
+            is_too_late = failed.sampler_id is None and order.newest_of_run != failed.seq_id
+            if is_too_late or (hang_up and hang_up.done):
+                raise error
+            return self.submit(failed.run_id, failed.sampler_id, failed.kind, payload, _left_s(deadline), hang_up)
 
-    def _accept(self, order: _Order, kinds: list[str]) -> None:
-        """Count an operation, and only then its seq_id: an interrupt in between must not hide it."""
-        assert order.next_seq_id is not None
-        with self._lock:
-            self.accepted.update(kinds)
-        order.next_seq_id, order.lost = order.next_seq_id + 1, []
+    def count_end(self, kind: str, status: str) -> None:
+        """Count an operation that ended without effect."""
+        if status != wire.SUCCEEDED:
+            with self._lock:
+                self.undone[kind] += 1
 
     def settle(self, timeout_s: float) -> None:
         """Find out what became of the operations whose outcome is unknown, so that others can follow them.
 
-        The service counts what it took. If it has not taken such a request, its seq_id is free for the next operation;
-        should it arrive after that, the service refuses it, since the seq_id is taken.
+        The service counts the operations that it took. If it has not taken a lost one, that one's seq_id is free for
+        the next operation; if the lost one arrives after that, the service refuses it, since the seq_id is taken.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             orders = list(self._orders.items())
         for run_id, order in orders:
             with order.lock:
-                if not order.lost:
+                if order.lost is None:
                     continue
-                next_seq_id = self._next_seq_id(run_id, max(deadline - time.monotonic(), 0))
-                if next_seq_id == (order.next_seq_id or 0) + 1:
+                next_seq_id = self._next_seq_id(run_id, _left_s(deadline))
+                if next_seq_id == order.next_seq_id + 1:
                     self._accept(order, order.lost)
                 if next_seq_id == order.next_seq_id:
                     order.broken = None
 
     def _next_seq_id(self, run_id: str, timeout_s: float | None = None) -> int:
-        path = wire.path(wire.RUN, run_id=run_id)
-        budget_s = self._submit_timeout_s if timeout_s is None else timeout_s
-        answer = self._transport.exchange("GET", path, budget_s=budget_s)
+        answer = self.transport.exchange("GET", wire.path(wire.RUN, run_id=run_id), timeout_s=timeout_s)
         require_same(answer, wire.RUN_ID, run_id, f"run {run_id}")
         seq_id = answer.get(wire.NEXT_SEQ_ID)
         if type(seq_id) is not int or seq_id < 1:
-            raise UnexpectedResponse(
-                f"run {run_id}: next_seq_id is {shortened(seq_id)}, not an integer ≥ 1", outcome="not_sent"
-            )
+            message = f"run {run_id}: next_seq_id is {shortened(seq_id)}, not an integer ≥ 1"
+            raise UnexpectedResponse(message, outcome="not_sent")
         return seq_id
 
-    def poll(self, path: str, left_s: float, **options: Any) -> dict[str, Any]:
-        """Ask for a state that ``wait_until`` waits for. Trouble is ridden out for as long as that would wait."""
-        budget_s = left_s or min(_LAST_POLL_S, self._submit_timeout_s)
-        return self._transport.exchange("GET", path, budget_s=budget_s, **options)
 
-    def _wait(self, pending: PendingOperation, operation: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
-        """Return the operation once it has ended."""
-        operation_id = operation[wire.OPERATION_ID]
-        path = wire.path(wire.OPERATION, run_id=pending.run_id, operation_id=operation_id)
-        hold = True  # whether the next poll is a long one
-        strays = 0
+def _fetch_expiring_results(order: _Order, timeout_s: float | None) -> None:
+    """Fetch the results that the service may drop when it accepts the next operation."""
+    while order.recent:
+        oldest = order.recent[0]()
+        if oldest is not None:
+            if oldest.seq_id > order.next_seq_id - wire.RESULTS_KEPT:
+                return
+            with contextlib.suppress(WhitneyError):  # whoever calls its result() gets the error
+                oldest.fetch(timeout_s)
+        order.recent.popleft()
 
-        def poll(left_s: float) -> dict[str, Any] | None:
-            nonlocal hold, strays
-            wait_s = int(min(left_s, LONG_POLL_S)) if hold else 0
-            try:
-                answer = self.poll(
-                    path + wire.WAIT.format(seconds=wait_s),
-                    left_s,
-                    seq_id=pending.seq_id,
-                    not_yet=_NOT_YET_HELD if hold else _NOT_YET,
-                    hang_up=pending._hang_up,
-                )
-                _require_operation(answer, pending, operation_id)
-            except NotYet:
-                hold = not hold
-                return None
-            except WhitneyError as error:
-                strays += 1
-                if _may_be_stray(error) and strays <= _STRAY_ANSWERS:
-                    return None
-                error.outcome = "unknown"  # the operation was accepted: only its result is refused here
-                raise
-            hold, strays = True, 0
-            return answer
 
-        name = f"{pending.kind} (seq_id {pending.seq_id})"
-        facts = _facts(pending)
-        timeout_s = self._operation_timeout_s if timeout_s is None else timeout_s
-        says = pending._hang_up is None  # of those that are awaited together, whoever waits for them all says it
-        ended = wait_until(wire.ENDED_OPERATION, poll, operation, name, timeout_s=timeout_s, says=says, **facts)
-        if ended[wire.STATUS] != wire.SUCCEEDED:
-            with self._lock:
-                self.undone[pending.kind] += 1
-        return ended
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0)
 
 
 def as_json(value: object, name: str) -> bytes:
@@ -324,37 +345,8 @@ def require_same(answer: dict[str, Any], field_name: str, expected: object, name
     """Raise UnexpectedResponse if an answer names another run, session or operation. It need not name any."""
     found = answer.get(field_name, expected)
     if type(found) is not type(expected) or found != expected:
-        raise UnexpectedResponse(
-            f"{name}: {field_name} is {shortened(found)} in the answer, expected {expected!r}",
-            outcome="unknown",
-            **facts,
-        )
-
-
-def _require_operation(answer: dict[str, Any], pending: PendingOperation, operation_id: str | None = None) -> None:
-    """Raise UnexpectedResponse if the answer is not an operation, or not the one that was asked about."""
-    facts = _facts(pending)
-    found_id, status = answer.get(wire.OPERATION_ID), answer.get(wire.STATUS)
-    if not wire.is_id(found_id):
-        message = f"{pending.kind}: {wire.OPERATION_ID} is {shortened(found_id)} in the answer, not an id"
+        message = f"{name}: {field_name} is {shortened(found)} in the answer, expected {expected!r}"
         raise UnexpectedResponse(message, outcome="unknown", **facts)
-    if not isinstance(status, str):
-        message = f"{pending.kind}: {wire.STATUS} is {shortened(status)} in the answer, not a string"
-        raise UnexpectedResponse(message, outcome="unknown", **facts)
-    require_same(answer, wire.RUN_ID, pending.run_id, pending.kind, **facts)
-    require_same(answer, wire.SEQ_ID, pending.seq_id, pending.kind, **facts)
-    require_same(answer, wire.KIND, pending.kind, pending.kind, **facts)
-    require_same(answer, wire.OPERATION_ID, operation_id or found_id, pending.kind, **facts)
-
-
-def _result_of(operation: dict[str, Any], pending: PendingOperation) -> dict[str, Any]:
-    kind, status, result = pending.kind, operation[wire.STATUS], operation.get(wire.RESULT)
-    if status != wire.SUCCEEDED:
-        raise failure(kind, operation, **_facts(pending))
-    if not isinstance(result, dict):
-        message = f"{kind}: {wire.RESULT} is {shortened(result)}, expected an object"
-        raise UnexpectedResponse(message, outcome="unknown", **_facts(pending))
-    return result
 
 
 def failure(name: str, answer: dict[str, Any], **facts: Any) -> OperationFailed:
@@ -371,26 +363,7 @@ def failure(name: str, answer: dict[str, Any], **facts: Any) -> OperationFailed:
     )
 
 
-def _facts(pending: PendingOperation) -> dict[str, Any]:
-    """Return what an error about this operation carries."""
-    return {"method": "POST", "path": pending.path, "seq_id": pending.seq_id}
-
-
-def _is_out_of_step(error: BaseException) -> TypeGuard[WhitneyError]:
-    """Return whether the service refused the seq_id: it was taken, or it is not the next one."""
-    return isinstance(error, WhitneyError) and error.code in wire.ORDER_LOST
-
-
 def _may_be_stray(error: WhitneyError) -> bool:
     """Return whether the answer to a poll may be that of a gateway, or of a server that was just replaced."""
     is_no_api = error.status is not None and error.code is None
     return error.status == 404 or is_no_api
-
-
-def _why_broken(error: BaseException, kind: str, seq_id: int) -> str | None:
-    """Return why no operation may follow; None if it is certain that the service did not take the seq_id."""
-    if _is_out_of_step(error):
-        return f"the service lost step with this client at {kind} (seq_id {seq_id}): {error.code}. A run has one client"
-    if isinstance(error, WhitneyError) and error.outcome in ("not_sent", "rejected"):
-        return None
-    return f"the outcome of {kind} (seq_id {seq_id}) is unknown (client.settle() asks for it)"

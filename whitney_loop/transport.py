@@ -45,7 +45,7 @@ from whitney_loop.errors import (
 )
 from whitney_loop.version import __version__
 
-TIMEOUT = "timeout"  # the answer to a request did not come in time
+TIMEOUT = "timeout"  # stands for a status: the answer did not come in time
 _NOT_TAKEN = frozenset({408, 425, 429})  # the service says that it did not take the request
 _NEVER_SERVED = frozenset({501, 505})  # asking again cannot help
 _CONFLICT = 409  # is never sent again, whatever the service says
@@ -53,37 +53,48 @@ _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 20.0
 _LEAST_TIMEOUT_S = 0.001  # a socket takes 0 for "do not wait"
 _FIRST_CONTACT_S = 5.0  # until a service that was never reached is reported: its address may be wrong
+_LAST_POLL_S = 5.0  # for a poll after the deadline, retries included
 _SHOWN_CHARACTERS = 200  # of a body that is not JSON
 
 
 class NotYet(Exception):
-    """The answer is one of those that the caller takes for "not finished yet"."""
+    """The answer is one that the caller reads as "not finished yet"."""
 
 
 class Transport:
-    """Sends to one base URL, with one key. Thread-safe."""
+    """Sends requests to one base URL, with one key. Thread-safe.
+
+    ``timeout_s`` limits a request, retries included, and ``exchange_timeout_s`` the silence in one attempt.
+    """
 
     def __init__(
         self,
         base_url: str,
         api_key: str | None,
         *,
+        timeout_s: float,
         exchange_timeout_s: float,
         ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self.base_url = _checked_base_url(base_url)
-        self._key = _checked_key(api_key)
-        if self._key:
-            keep_out_of_errors(self._key)
-        self._exchange_timeout_s = exchange_timeout_s
-        loopback = _is_loopback(urllib.parse.urlsplit(self.base_url).hostname or "")
-        if not loopback and not self._key:
+        self._headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            "User-Agent": f"whitney-loop/{__version__}",  # some gateways refuse Python's own
+        }
+        is_loopback = _is_loopback(urllib.parse.urlsplit(self.base_url).hostname or "")
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {_checked_key(api_key)}"
+            keep_out_of_errors(api_key)
+        elif not is_loopback:
             raise ConfigurationError(
                 f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address needs none)",
                 outcome="not_sent",
             )
-        self._connections = Connections(self.base_url, ca_file=ca_file, direct=loopback)
-        self._said_until = 0.0  # when the next trouble is logged
+        self._timeout_s = timeout_s
+        self._exchange_timeout_s = exchange_timeout_s
+        self._connections = Connections(self.base_url, ca_file=ca_file, direct=is_loopback)
+        self._quiet_until = 0.0  # until then no trouble is logged
 
     def exchange(
         self,
@@ -91,52 +102,55 @@ class Transport:
         path: str,
         body: Sequence[bytes] = (),
         *,
-        budget_s: float,
+        timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
         seq_id: int | None = None,
         not_yet: Collection[int | str] = (),
         hang_up: HangUp | None = None,
     ) -> dict[str, Any]:
-        """Send a request with this body, given in parts. Return the JSON object of the answer, without any API key.
+        """Send a request and return the JSON object of its answer, without any API key. ``body`` is given in parts.
 
-        Asks again after a failed connection, after a status that may pass, and if the service's error says
-        ``retryable``, until ``budget_s`` seconds have passed, or _FIRST_CONTACT_S if there never was a connection.
-        Raises NotYet for a status in ``not_yet`` (or TIMEOUT); RequestRejected, UnexpectedResponse; ConfigurationError
-        if the certificate is not trusted; ServiceUnavailable when the time is up; HungUp.
+        The request is sent again after a failed connection, after a status that may pass, and if the service's error
+        says ``retryable``, for ``timeout_s`` seconds, or _FIRST_CONTACT_S if there never was a connection. Raise NotYet
+        for a status in ``not_yet`` (TIMEOUT is one); RequestRejected; UnexpectedResponse; ConfigurationError if the
+        certificate is not trusted; ServiceUnavailable when the time is up; HungUp.
         """
         started = time.monotonic()
-        deadline = started + budget_s
-        agent = {"User-Agent": f"whitney-loop/{__version__}"}  # some gateways refuse Python's own
-        all_headers = {"Content-Type": "application/json", "Accept": "application/json", **agent, **(headers or {})}
-        if self._key:
-            all_headers["Authorization"] = f"Bearer {self._key}"
+        deadline = started + (self._timeout_s if timeout_s is None else timeout_s)
+        headers = {**self._headers, **(headers or {})}
         facts: dict[str, Any] = {"method": method, "path": path, "seq_id": seq_id, "attempts": 0}
         may_have_arrived = new_connection = False
         while True:
             facts["attempts"] += 1
-            timeout_s = min(self._exchange_timeout_s, max(deadline - time.monotonic(), _LEAST_TIMEOUT_S))
+            attempt_s = min(self._exchange_timeout_s, max(deadline - time.monotonic(), _LEAST_TIMEOUT_S))
             options: dict[str, Any] = {"new_connection": new_connection, "hang_up": hang_up}
             try:
-                return self._read(self._ask(facts, method, path, body, all_headers, timeout_s, **options), facts)
+                return self._read(self._ask(facts, method, path, body, headers, attempt_s, **options), facts)
             except KeptConnectionLost:
                 new_connection = may_have_arrived = True
             except _Trouble as trouble:
-                if trouble.status_or_timeout in not_yet:
+                if trouble.status in not_yet:
                     raise NotYet from None
                 if not self._connections.ever_connected:
                     deadline = min(deadline, started + _FIRST_CONTACT_S)
-                may_have_arrived |= trouble.may_have_arrived
-                self._pause_or_give_up(trouble, deadline, facts, may_have_arrived=may_have_arrived)
+                may_have_arrived |= trouble.outcome == "unknown"
+                if may_have_arrived:
+                    trouble.outcome = "unknown"
+                self._pause_or_give_up(trouble, deadline, facts)
             except WhitneyError as error:
                 if may_have_arrived:  # an earlier attempt may have been executed, whatever this answer says
                     error.outcome = "unknown"
                 raise
 
+    def poll(self, path: str, left_s: float, **options: Any) -> dict[str, Any]:
+        """GET a state that ``wait_until`` waits for. Trouble is ridden out for as long as that would wait."""
+        return self.exchange("GET", path, timeout_s=left_s or _LAST_POLL_S, **options)
+
     def close(self) -> None:
         self._connections.close()
 
     def _ask(self, facts: dict[str, Any], *request: Any, **options: Any) -> Answer:
-        # No error is chained to what it came from: that may show the key, if a server echoes it in place of HTTP.
+        # No error is chained to its cause: that may show the key, if a server echoes it in place of HTTP.
         try:
             return self._connections.ask(*request, **options)
         except NotTrusted as error:
@@ -147,37 +161,34 @@ class Transport:
                 **facts,
             ) from None
         except NotConnected as error:
-            raise _Trouble(str(error), may_have_arrived=False) from None
+            raise _Trouble(str(error), "not_sent") from None
         except AnswerTooLarge as error:
             raise UnexpectedResponse(str(error), outcome="unknown", **facts) from None
         except (OSError, http.client.HTTPException) as error:
-            kind = TIMEOUT if isinstance(error, TimeoutError) else ""
-            raise _Trouble(f"{type(error).__name__}: {error}", may_have_arrived=True, status_or_timeout=kind) from None
+            status = TIMEOUT if isinstance(error, TimeoutError) else None
+            raise _Trouble(f"{type(error).__name__}: {error}", "unknown", status) from None
 
     def _read(self, answer: Answer, facts: dict[str, Any]) -> dict[str, Any]:
         """Return the answer's object. Raise _Trouble if the request may be sent again, a WhitneyError if not."""
-        if not 200 <= answer.status < 300:
+        status = answer.status
+        if not 200 <= status < 300:
             raise self._refusal(answer, facts)
-        facts = {**facts, "status": answer.status}
+        facts = {**facts, "status": status}
         try:
             parsed = _json_object(answer.body)
         except (ValueError, RecursionError) as error:
-            raise UnexpectedResponse(
-                f"the service answered {answer.status} with JSON that Python cannot read: {error}",
-                outcome="unknown",
-                **facts,
-            ) from None
+            message = f"the service answered {status} with JSON that Python cannot read: {error}"
+            raise UnexpectedResponse(message, outcome="unknown", **facts) from None
         if parsed is not None:
             return parsed
-        message = f"answered {answer.status} with a body that is no JSON object: {_beginning(answer)}"
+        message = f"answered {status} with a body that is no JSON object: {_beginning(answer)}"
         if answer.body.strip()[:1] in (b"", b"{"):  # cut short on its way
-            about = {"status": answer.status}
-            raise _Trouble(message, may_have_arrived=True, status_or_timeout=answer.status, about=about)
-        raise UnexpectedResponse(
-            f"the service {message}. Is {self.base_url} the API itself?", outcome="unknown", **facts
-        )
+            raise _Trouble(message, "unknown", status)
+        message = f"the service {message}. Is {self.base_url} the API itself?"
+        raise UnexpectedResponse(message, outcome="unknown", **facts)
 
     def _refusal(self, answer: Answer, facts: dict[str, Any]) -> Exception:
+        """Return the error for an answer whose status is not one of success."""
         status = answer.status
         try:
             body = _json_object(answer.body) or {}
@@ -189,20 +200,13 @@ class Transport:
         said = said if isinstance(said, str) else f"no JSON error: {_beginning(answer)}"
         if status == 404 and self.base_url.endswith("/v1"):
             said += f" (at {self.base_url}{facts['path']}: give the base URL without /v1, with which every path begins)"
-        about: dict[str, Any] = {
-            "status": status,
-            "code": code if isinstance(code, str) else None,
-            "request_id": request_id if isinstance(request_id, str) else None,
-        }
+        code = code if isinstance(code, str) else None
+        request_id = request_id if isinstance(request_id, str) else None
         if _may_pass(status, retryable=error.get(wire.ERROR_RETRYABLE) is True):
-            return _Trouble(
-                f"answered {status}: {said}",
-                may_have_arrived=status >= 500,
-                status_or_timeout=status,
-                retry_after_s=_retry_after_s(answer.headers),
-                about=about,
-            )
-        facts = {**facts, **about}
+            outcome: Outcome = "unknown" if status >= 500 else "rejected"
+            pause_s = _retry_after_s(answer.headers)
+            return _Trouble(f"answered {status}: {said}", outcome, status, pause_s, code=code, request_id=request_id)
+        facts = {**facts, "status": status, "code": code, "request_id": request_id}
         if status < 300:  # 101, for which nobody asked
             return UnexpectedResponse(f"the service answered {status}: {said}", outcome="unknown", **facts)
         if status < 400:
@@ -211,54 +215,45 @@ class Transport:
             return ServiceUnavailable(f"the service answered {status}: {said}", outcome="unknown", **facts)
         return RequestRejected(f"the service refused: {said}", outcome="rejected", **facts)
 
-    def _pause_or_give_up(
-        self, trouble: _Trouble, deadline: float, facts: dict[str, Any], *, may_have_arrived: bool
-    ) -> None:
-        left = deadline - time.monotonic()
-        asked_s = trouble.retry_after_s or 0
-        pause = max(asked_s, _backoff_s(facts["attempts"]))
-        if pause < left:
-            now = time.monotonic()
-            if now >= self._said_until:  # threads that wait for results meet the same trouble at the same time
-                self._said_until = now + pause
-                again = f"attempt {facts['attempts']}, again in {pause:.1f} s"
+    def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any]) -> None:
+        now = time.monotonic()
+        left_s, asked_s = deadline - now, trouble.retry_after_s or 0
+        pause_s = max(asked_s, _backoff_s(facts["attempts"]))
+        if pause_s < left_s:
+            if now >= self._quiet_until:  # threads that wait for results meet the same trouble at the same time
+                self._quiet_until = now + pause_s
+                again = f"attempt {facts['attempts']}, again in {pause_s:.1f} s"
                 log(logging.WARNING, f"{facts['method']} {facts['path']}: {trouble}; {again}")
-            time.sleep(pause)
+            time.sleep(pause_s)
             return
-        refused: Outcome = "rejected" if trouble.about else "not_sent"
-        asked = f"; it asks to wait {asked_s:.0f} s, and {max(left, 0):.0f} s are left" if asked_s else ""
-        found = f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}"
-        if not self._connections.ever_connected:
+        if self._connections.ever_connected:
+            asked = f"; it asks to wait {asked_s:.0f} s, and {max(left_s, 0):.0f} s are left" if asked_s else ""
+            found = f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}"
+        else:
             found = (
                 f"no connection to {self.base_url}: {trouble}. Check the base URL's host and port, the network and its "
                 "proxy (https_proxy), and that the service runs"
             )
-        raise ServiceUnavailable(
-            found,
-            outcome="unknown" if may_have_arrived else refused,
-            retryable=True,
-            **trouble.about,
-            **facts,
-        ) from trouble
+        facts = {**facts, **trouble.facts, "retryable": True}
+        raise ServiceUnavailable(found, outcome=trouble.outcome, **facts) from trouble
 
 
 class _Trouble(Exception):
-    """An attempt that failed and may be made again."""
+    """An attempt that failed, after which the request may be sent again. ``facts`` are those of the answer, if any."""
 
     def __init__(
         self,
         message: str,
-        *,
-        may_have_arrived: bool,
-        status_or_timeout: int | str = "",
+        outcome: Outcome,
+        status: int | str | None = None,
         retry_after_s: float | None = None,
-        about: dict[str, Any] | None = None,
+        **facts: Any,
     ) -> None:
         super().__init__(redacted(message))
-        self.may_have_arrived = may_have_arrived
-        self.status_or_timeout = status_or_timeout
+        self.outcome = outcome
+        self.status = status
         self.retry_after_s = retry_after_s
-        self.about = about or {}  # of an answer: status, code and request_id
+        self.facts = {"status": status, **facts} if isinstance(status, int) else {}
 
 
 def _may_pass(status: int, *, retryable: bool) -> bool:
@@ -339,13 +334,13 @@ def _checked_base_url(base_url: str) -> str:
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
 
 
-def _checked_key(api_key: str | None) -> str | None:
-    if api_key and not re.fullmatch(r"[!-~]+", api_key):
+def _checked_key(api_key: str) -> str:
+    if not re.fullmatch(r"[!-~]+", api_key):
         raise ConfigurationError(
             "the API key holds a space, a line break or a character outside ASCII; copy it again",
             outcome="not_sent",
         )
-    return api_key or None
+    return api_key
 
 
 def _is_loopback(host: str) -> bool:

@@ -31,8 +31,8 @@ def submitted(monkeypatch):
 
     submit = Operations.submit
 
-    def recorded(operations, run_id, path, kind, payload, *arguments, **options):
-        operation = submit(operations, run_id, path, kind, payload, *arguments, **options)
+    def recorded(operations, run_id, sampler_id, kind, payload, *arguments, **options):
+        operation = submit(operations, run_id, sampler_id, kind, payload, *arguments, **options)
         record.append((run_id, payload, operation))
         return operation
 
