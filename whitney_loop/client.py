@@ -42,7 +42,7 @@ class WhitneyClient:
     ``base_url`` and ``api_key`` default to WHITNEY_BASE_URL and WHITNEY_API_KEY; no host is guessed. In seconds, each
     more than 0: ``operation_timeout_s`` from an operation's submission to its result, ``submit_timeout_s`` until any
     other request is answered, retries included, ``exchange_timeout_s`` for one attempt. TLS is always verified; the
-    authorities in ``ca_file`` (PEM) are trusted instead of the system's. Raises ConfigurationError if one of these
+    authorities in ``ca_file`` (PEM) are trusted instead of the system's. Raise ConfigurationError if one of these
     cannot be used.
 
     ``accepted`` counts the operations that the service took, by kind; ``undone`` those of them that are known to have
@@ -147,7 +147,7 @@ class WhitneyClient:
         """Start a LoRA run of ``model`` in a session and return its id.
 
         ``rank`` ≥ 1. ``resume_from`` takes the ``state_id`` of a ``save_state``: its weights and its optimizer. With
-        ``wait``, a run that the service is still allocating is awaited, as long as an operation would be. Raises
+        ``wait``, a run that the service is still allocating is awaited, as long as an operation would be. Raise
         OperationFailed if that fails, OperationTimeout if it takes longer.
         """
         body: dict[str, Any] = {wire.MODEL: model, wire.LORA: {wire.RANK: rank}}
@@ -245,7 +245,7 @@ class WhitneyClient:
         """Do one operation of a run (``forward_backward``, ``optim_step`` …), wait for its end and return its result.
 
         ``timeout_s`` limits all of it, in place of the client's ``submit_timeout_s`` and ``operation_timeout_s``.
-        Raises RequestRejected if the service refuses it, OperationFailed if it fails, OperationTimeout if it does not
+        Raise RequestRejected if the service refuses it, OperationFailed if it fails, OperationTimeout if it does not
         end in time, RunBroken if the outcome of an earlier one is unknown, ValueError if the payload is no JSON.
         Payloads are not judged here: call ``check_payload`` first.
 
@@ -264,7 +264,7 @@ class WhitneyClient:
     def run_operations(self, run_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Do an operation for each payload, in order, and return their results.
 
-        No submission waits for a result; results are fetched by up to 8 threads meanwhile. Raises what
+        No submission waits for a result; results are fetched by up to 8 threads meanwhile. Raise what
         ``run_operation`` raises for the first that fails; those that were submitted after it still run.
         """
         return run_all(self._operations, run_id, None, kind, payloads)
@@ -290,7 +290,7 @@ class WhitneyClient:
         """Submit an operation in its order and do not wait for its end: the ``result()`` of what it returns does.
 
         Any number may be submitted before the first result is awaited: a service keeps the newest 256 results, so an
-        older one is fetched before it would be dropped. Raises what ``run_operation`` raises until then.
+        older one is fetched before it would be dropped. Raise what ``run_operation`` raises until then.
         """
         return self._operations.submit(run_id, None, kind, payload)
 
@@ -308,7 +308,7 @@ class WhitneyClient:
 
         Call it after an interrupt, ServiceUnavailable or RunBroken. ``accepted`` then counts those that were taken;
         their results are lost. Those that were not taken must not be sent later: submit them again if they are wanted.
-        Raises what ``run`` raises.
+        Raise what ``run`` raises.
         """
         self._operations.settle(self.submit_timeout_s if timeout_s is None else timeout_s)
 

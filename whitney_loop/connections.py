@@ -75,7 +75,7 @@ class Connections:
     """The connections to one base URL. TLS is always verified: by ``ca_file``, or by the system's authorities.
 
     A proxy that the environment names is used for https, unless ``direct``. It gets CONNECT with the host's name and
-    then sees TLS only. Raises ConfigurationError if the proxy or the file cannot be used. Thread-safe: each exchange
+    then sees TLS only. Raise ConfigurationError if the proxy or the file cannot be used. Thread-safe: each exchange
     has a connection to itself.
     """
 
@@ -105,7 +105,7 @@ class Connections:
 
         ``timeout_s`` limits silence: the wait for the head of the answer once the body has left, and each wait for the
         next bytes of a body. A transfer that flows may take as long as it needs.
-        Raises NotConnected, KeptConnectionLost (never with ``new_connection``), AnswerTooLarge, HungUp, ValueError if a
+        Raise NotConnected, KeptConnectionLost (never with ``new_connection``), AnswerTooLarge, HungUp, ValueError if a
         header cannot be sent, and OSError or HTTPException if the answer is lost.
         """
         size = sum(map(len, body))

@@ -25,7 +25,7 @@ _LAST_TRY_S = 5.0  # for each request that still closes something after the user
 def training_session(
     client: WhitneyClient, *, provider: str, idempotency_key: str | None = None
 ) -> AbstractContextManager[str]:
-    """Open a session, give its id, and close it on every exit. Raises what ``create_session`` raises.
+    """Open a session, give its id, and close it on every exit. Raise what ``create_session`` raises.
 
     Save the ``idempotency_key`` (default: a new one) first and you can find the session after a crash: a second call
     with the same key returns the same session.
@@ -53,7 +53,7 @@ def lora_run(
     """Start a LoRA run, give its id; finish it when the block ends, cancel it if the block raises.
 
     Either way it is polled until it is terminal. A run that the block itself finished or cancelled is left so. Saving
-    what should outlive the run (``save_state``, ``export_lora``) is up to the block. Raises what ``create_lora_run``
+    what should outlive the run (``save_state``, ``export_lora``) is up to the block. Raise what ``create_lora_run``
     raises.
     """
     key = str(uuid.uuid4())
@@ -81,7 +81,7 @@ def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
     """Cancel the runs of a session, close it, and wait until they have ended. Return the ids of those that still ran.
 
     If a run cannot be cancelled, the session is closed all the same; that cancels its runs too, also those with an
-    unusable id. Raises what closing and waiting raise.
+    unusable id. Raise what closing and waiting raise.
     """
     runs = client.session(session_id).get(wire.RUN_LIST)
     listed = [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []

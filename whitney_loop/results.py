@@ -24,7 +24,7 @@ def result_sampler_id(result: Mapping[str, Any]) -> str:
 def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the ``sequences`` in the result of ``sample``: each has ``tokens``, and as many finite ``logprobs``.
 
-    Raises UnexpectedResponse that names the field if one does not: such a completion cannot be trained on.
+    Raise UnexpectedResponse that names the field if one does not: such a completion cannot be trained on.
     """
     sequences = result.get(wire.SEQUENCES) if isinstance(result, Mapping) else None
     if not isinstance(sequences, list) or not sequences:
