@@ -81,8 +81,10 @@ def path(template: str, **ids: str) -> str:
     return template.format(**{name: urllib.parse.quote(value, safe="") for name, value in ids.items()})
 
 
-def wire_request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the payload of a ``sample`` as it is sent: without ``metadata``."""
+def wire_request(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the payload of a ``sample`` as it is sent: without ``metadata``. What is no dict the service rejects."""
+    if not isinstance(request, dict):
+        return request
     return {name: value for name, value in request.items() if name != METADATA}
 
 

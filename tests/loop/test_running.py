@@ -203,6 +203,7 @@ def test_a_bad_answer_to_a_sample_saves_the_state_of_the_cycles_before(loop, ser
         if len(asked) == 2:
             raise UnexpectedResponse("sample: result.sequences is missing")
         asked.append(sample)
+        return sample["sequences"]
 
     asked = []
     monkeypatch.setattr(user_loss, "result_sequences", bad)

@@ -30,12 +30,20 @@ def swallows_everything(sample, cycle, request, ctx):
     except:
         pass
     return build_loss(sample, cycle, request, ctx)
+
+def replaces_it(sample, cycle, request, ctx):
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        raise RuntimeError("release unlocked lock")
 """
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops it, and says so
-@pytest.mark.parametrize(("name", "code"), [("is_interrupted_in_a_finalizer", 143), ("swallows_everything", 130)])
-def test_a_signal_whose_exception_is_swallowed_ends_the_loop_all_the_same(
+@pytest.mark.parametrize(
+    ("name", "code"), [("is_interrupted_in_a_finalizer", 143), ("swallows_everything", 130), ("replaces_it", 143)]
+)
+def test_a_signal_whose_exception_is_swallowed_or_replaced_ends_the_loop_all_the_same(
     loop, service, all_sessions, user_module, name, code
 ):
     user_module(SWALLOWS)

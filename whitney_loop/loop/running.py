@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import whitney_loop
 from whitney_loop.build_loss import LoopContext
+from whitney_loop.client import WhitneyClient
 from whitney_loop.errors import keep_out_of_errors
 from whitney_loop.lifecycle import lora_run, stop_waiting, training_session
 from whitney_loop.loop.cost import Cost, cost_line, saving_cost
@@ -29,7 +30,7 @@ from whitney_loop.loop.prompts import SEED_BITS
 from whitney_loop.loop.report import CallableError, Summary, log_on_stderr, print_summary, say, show_error
 from whitney_loop.loop.schedule import check_warmup, full_optimizer
 from whitney_loop.loop.signals import EndedBySignal, handle_signals, ignore_signals, restore_default_signals
-from whitney_loop.loop.training import Training
+from whitney_loop.loop.training import LAST_SAVE_S, Training
 from whitney_loop.loop.warnings import Warnings
 
 if TYPE_CHECKING:
@@ -96,6 +97,10 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
         if backend:
             require_within_limits(backend, options, work.loss_function)
         with open_place(options, backend) as place:
+            if not options.dry_run:
+                summary.where = EMBEDDED if place.embedded else "the service of the base URL"
+                summary.base_url, summary.provider = place.client.base_url, options.provider
+                summary.model, summary.seed = options.model or "", options.seed
             say(f"training on {place.description}")
             if given.seed is None and not history.configs:
                 say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
@@ -115,9 +120,6 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
                 say(cost_line(work.cost + saving_cost(work.cycles, options.save_every, work.saved_runs)))
                 say("dry run: everything that needs no session was checked; none was created")
                 return
-            summary.where = EMBEDDED if place.embedded else "the service of the base URL"
-            summary.base_url, summary.provider = place.client.base_url, options.provider
-            summary.model, summary.seed = options.model or "", options.seed
             history.claim()
             if options.journal and options.journal.exists():
                 say(recover_session(options.journal, place.client))
@@ -128,6 +130,16 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
                 raise
             finally:
                 summary.operations = dict(place.client.accepted)
+                if not place.embedded:
+                    _close_if_left_open(place.client, summary.session_id)
+
+
+def _close_if_left_open(client: WhitneyClient, session_id: str | None) -> None:
+    """Close the session if an interrupt fell between two clean-ups, so that none of them did."""
+    ignore_signals()
+    if session_id and session_id not in client.closed_sessions:
+        with contextlib.suppress(Exception):  # a clean-up that was tried has said what may be open
+            client.close_session(session_id, timeout_s=LAST_SAVE_S)
 
 
 def _open_and_train(options: LoopOptions, work: Work, history: History, place: Place, summary: Summary) -> None:
@@ -254,10 +266,13 @@ def _judge(summary: Summary, *, is_byte_lm: bool) -> int:
 
 def _report_end(error: BaseException, summary: Summary) -> int:
     """Report the error that ended the loop, on stderr and in the summary; return the exit code."""
-    if not isinstance(error, KeyboardInterrupt):
+    end: BaseException | None = error
+    while end and not isinstance(end, KeyboardInterrupt):  # within a lock of threading it comes out as a RuntimeError
+        end = end.__context__
+    if end is None:
         summary.error = show_error(error)
         return 1
-    end = error if isinstance(error, EndedBySignal) else EndedBySignal(signal.SIGINT)
+    end = end if isinstance(end, EndedBySignal) else EndedBySignal(signal.SIGINT)
     summary.status = f"ended by {end}"
     gone = summary.where == EMBEDDED
     say(f"ended by {end}" + (", and with it the embedded service and all that was open on it" if gone else ""))
