@@ -99,15 +99,20 @@ def cycle(client, run, prompts):
     client.run_operation(run, "optim_step", OPTIMIZER)
 
 
-def payload_work(completions, completion_tokens, prompt_tokens):
-    """The functions that build, check and encode one payload, by name."""
+def sampled(completions, completion_tokens, prompt_tokens):
+    """A prompt, and the tokens and logprobs of each completion."""
     rng = random.Random(1)
     prompt = [rng.randrange(150_000) for _ in range(prompt_tokens)]
     texts = [[rng.randrange(150_000) for _ in range(completion_tokens)] for _ in range(completions)]
-    logprobs = [[-rng.expovariate(1) for _ in text] for text in texts]
+    return prompt, [(text, [-rng.expovariate(1) for _ in text]) for text in texts]
+
+
+def payload_work(*sizes):
+    """The functions that build, check and encode one payload, by name."""
+    prompt, completions = sampled(*sizes)
 
     def build():
-        data = [rl_datum(prompt, text, sampled, 0.5) for text, sampled in zip(texts, logprobs, strict=True)]
+        data = [rl_datum(prompt, text, logprobs, 0.5) for text, logprobs in completions]
         return forward_backward_payload(data, "importance_sampling")
 
     payload = build()
@@ -128,15 +133,34 @@ def bench_imports(table):
 
     base = user_s("import urllib.request, json")
     table.row("import whitney_loop", user_s("import whitney_loop") / base, "of import urllib.request, json", 3)
-    for peer in ("tinker", "tinker_cookbook", "skyrl"):
+    for peer in ("tinker", "skyrl"):
         if importlib.util.find_spec(peer):
             table.row(f"import {peer}", user_s(f"import {peer}") / base, "the same", float("inf"))
         else:
             print(f"import {peer}: not installed, so not compared")
 
 
+def cookbook_work(*sizes):
+    """The function of tinker-cookbook that builds the same data."""
+    import tinker
+    from tinker_cookbook.completers import TokensWithLogprobs
+    from tinker_cookbook.rl.data_processing import trajectory_to_data
+    from tinker_cookbook.rl.types import Trajectory, Transition
+
+    prompt, completions = sampled(*sizes)
+    seen = tinker.ModelInput.from_ints(prompt)
+    one_turn = [Transition(seen, TokensWithLogprobs(*completion), 0.0, True) for completion in completions]
+    trajectories = [Trajectory([transition], seen) for transition in one_turn]
+    return lambda: [trajectory_to_data(trajectory, 0.5) for trajectory in trajectories]
+
+
 def bench_payloads(table, small):
-    seconds = {name: cpu_s(work) for name, work in payload_work(8 if small else 64, 1024, 512).items()}
+    sizes = (8 if small else 64, 1024, 512)
+    seconds = {name: cpu_s(work) for name, work in payload_work(*sizes).items()}
+    if importlib.util.find_spec("tinker_cookbook"):
+        table.row("build a payload", seconds["build"] / cpu_s(cookbook_work(*sizes)), "of tinker-cookbook", 0.4)
+    else:
+        print("tinker-cookbook: not installed, so not compared")
     for name in ("build", "check"):
         table.row(f"{name} a payload of 1,024-token completions", seconds[name] / seconds["encode"], "of json.dumps", 1)
     table.row("build, check and encode it", sum(seconds.values()) / seconds["encode"], "of json.dumps", 3)
