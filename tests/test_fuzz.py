@@ -289,7 +289,7 @@ def do(client, run_id, sampler_id, kind, payload, number):
         assert error.outcome in ("failed", "rejected") and error.code != "internal_error", (number, error)
     except ValueError as error:
         how = "refused"
-        assert str(error).startswith(f"{kind}: the payload is no JSON"), (number, error)
+        assert str(error).startswith(f"{kind}: the payload cannot be written as JSON"), (number, error)
     assert client.run(run_id)["next_seq_id"] - before == (how != "refused"), (number, kind, how)
     return how
 

@@ -77,7 +77,7 @@ def test_a_payload_that_is_no_json_takes_no_number_and_sends_nothing():
     with ScriptedServer(run(), operation()) as server:
         client = client_of(server)
         for payload in ({"x": float("nan")}, {"x": object()}):
-            with pytest.raises(ValueError, match="the payload is no JSON"):
+            with pytest.raises(ValueError, match="the payload cannot be written as JSON"):
                 client.run_operation("run-1", "forward_backward", payload)
         step(client)
     assert [request.method for request in server.requests] == ["GET", "POST"]
