@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -318,7 +317,7 @@ class WhitneyClient:
         self, path: str, body: dict[str, Any], idempotency_key: str | None, id_field: str, timeout_s: float | None
     ) -> dict[str, Any]:
         """Return the answer, which holds the id of what was created."""
-        headers = {wire.IDEMPOTENCY_KEY: idempotency_key or str(uuid.uuid4())}
+        headers = {wire.IDEMPOTENCY_KEY: idempotency_key or os.urandom(16).hex()}
         answer = self._transport.exchange("POST", path, [as_json(body, path)], timeout_s=timeout_s, headers=headers)
         made = answer.get(id_field)
         if not wire.is_id(made):

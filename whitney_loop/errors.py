@@ -6,24 +6,24 @@ The rules for every message stand here too: it never holds a key, and a log line
 from __future__ import annotations
 
 import contextlib
-import html
 import logging
 import re
 import reprlib
 from typing import Any, Literal
 
 Outcome = Literal["not_sent", "rejected", "failed", "unknown"]
-"""What is known of the request: it never left; the service refused it and did nothing; it was accepted, ran and
-failed without effect; or it may have taken effect."""
+"""What is known about the request: it was not sent; the service refused it and did nothing; the service accepted it,
+and it failed without effect; or it may have taken effect."""
 
 _SHORTEST_SECRET = 8  # characters; replacing a shorter word would black out half of every message
 _NO_WORD = 16  # characters; a shorter key, such as localhost, may stand in an id, a URL or a field's name by chance
-# The ends of the names of fields whose values are compared, or sent back to the service.
+# A field whose name ends like this has a value that is compared, or sent back to the service.
 _EXACT = ("_id", "uri", "url", "status", "kind", "model", "provider", "operations")
 _HOLD_NO_KEY = {int, float, bool, type(None)}
+_HTML_NAMES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"}
 _CUT_OFF = r"(?:[%\\&][#\w]{0,6})?\Z"  # the end of a text, perhaps in the middle of an escape
 
-_secrets: dict[str, re.Pattern[str]] = {}  # with what recognises each, however it is escaped
+_secrets: dict[str, re.Pattern[str]] = {}  # each with a pattern that recognises it, however it is escaped
 
 
 def keep_out_of_errors(secret: str) -> None:
@@ -37,12 +37,14 @@ def keep_out_of_errors(secret: str) -> None:
 
 
 def _forms(character: str) -> str:
-    """Return a pattern of a character as it is, and as it looks in a path, in HTML and in JSON."""
+    """Return a pattern of a character, and of its escapes in a path, in HTML and in JSON."""
     code = ord(character)
-    forms = {html.escape(character), f"&#{code};"}
+    forms = [character, f"&#{code};"]
+    if character in _HTML_NAMES:
+        forms.append(_HTML_NAMES[character])
     for digits in (f"{code:02x}", f"{code:02X}"):
-        forms |= {f"%{digits}", f"&#x{digits};", f"\\u00{digits}"}
-    return f"(?:{'|'.join(map(re.escape, [character, *forms]))})"
+        forms += [f"%{digits}", f"&#x{digits};", f"\\u00{digits}"]
+    return f"(?:{'|'.join(map(re.escape, forms))})"
 
 
 def redacted(text: str, *, shortest: int = 0) -> str:
@@ -57,7 +59,7 @@ def redacted(text: str, *, shortest: int = 0) -> str:
 
 
 def redacted_json(value: Any, name: str = "") -> Any:
-    """Return a JSON value, of the field ``name``, with its strings redacted. Numbers are not changed.
+    """Return the JSON value of the field ``name`` with its strings redacted. Numbers are not changed.
 
     In an id, a URL and a field's name, only a key that cannot stand there by chance is replaced.
     """
@@ -75,7 +77,7 @@ shortened = reprlib.Repr().repr
 
 
 def log(level: int, message: str, cause: BaseException | None = None, *, name: str = "whitney_loop") -> None:
-    """Write a line, and the traceback of ``cause``, to a logger. What the user's logging raises must not matter."""
+    """Write a line, and the traceback of ``cause``, to a logger. Ignore what the user's logging raises."""
     with contextlib.suppress(Exception):
         logger = logging.getLogger(name)
         if logger.isEnabledFor(level):
@@ -98,7 +100,7 @@ class WhitneyError(Exception):
     seq_id: int | None = None
     attempts: int | None = None
     retryable: bool = False
-    index: int | None = None  # of the payload that it is about, if several were given at once
+    index: int | None = None  # of the payload that caused it, if several were given at once
     payload: Any = None  # that payload
 
     def __init__(self, message: str, *, outcome: Outcome = "unknown", **facts: Any) -> None:

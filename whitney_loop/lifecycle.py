@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ def training_session(
     Save the ``idempotency_key`` (default: a new one) first and you can find the session after a crash: a second call
     with the same key returns the same session.
     """
-    key = idempotency_key or str(uuid.uuid4())
+    key = idempotency_key or os.urandom(16).hex()
 
     def create(timeout_s: float | None, *, wait: bool) -> str:
         return client.create_session(provider, idempotency_key=key, timeout_s=timeout_s)
@@ -56,7 +55,7 @@ def lora_run(
     what should outlive the run (``save_state``, ``export_lora``) is up to the block. Raise what ``create_lora_run``
     raises.
     """
-    key = str(uuid.uuid4())
+    key = os.urandom(16).hex()
 
     def create(timeout_s: float | None, *, wait: bool) -> str:
         options: dict[str, Any] = {"rank": rank, "seed": seed, "resume_from": resume_from, "idempotency_key": key}

@@ -1,7 +1,7 @@
 """The wire in one place: the contract's paths, statuses and codes, and the field names that the client reads or writes.
 
 [doc]: Whitney's documentation says so. [ours]: this project's reading; if your deployment differs, edit it here. The
-fields of payloads and results, such as ``data``, ``loss`` and ``state_id``, stand in the helpers and loops that use them.
+fields of payloads and results, such as ``data``, ``loss`` and ``state_id``, stand in the code that uses them.
 """
 
 from __future__ import annotations
