@@ -422,7 +422,7 @@ def test_a_result_that_has_expired_leaves_the_outcome_unknown_but_not_the_order(
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (reply([1, 2]), "no JSON object"),
+        (reply([1, 2]), "not a JSON object"),
         (reply({"status": "queued"}), "optim_step: operation_id is None"),
         (operation(operation_id=7), "optim_step: operation_id is 7"),
         (operation(status=None), "optim_step: status is None"),

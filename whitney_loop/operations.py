@@ -338,16 +338,9 @@ def require_same(answer: dict[str, Any], field_name: str, expected: object, name
 
 def failure(name: str, answer: dict[str, Any], **facts: Any) -> OperationFailed:
     """Return the error that says why an operation, or a run, has not succeeded."""
-    error = answer.get(wire.ERROR)
-    error = error if isinstance(error, dict) else {}
-    code, message = error.get(wire.ERROR_CODE), error.get(wire.ERROR_MESSAGE)
-    return OperationFailed(
-        f"{name} {answer[wire.STATUS]}: {message or 'the service gives no reason'}",
-        outcome="failed",
-        code=code if isinstance(code, str) else None,
-        retryable=error.get(wire.ERROR_RETRYABLE) is True,
-        **facts,
-    )
+    message, code, retryable = wire.error_of(answer)
+    text = f"{name} {answer[wire.STATUS]}: {message or 'the service gives no reason'}"
+    return OperationFailed(text, outcome="failed", code=code, retryable=retryable, **facts)
 
 
 def _may_be_stray(error: WhitneyError) -> bool:

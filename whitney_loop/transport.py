@@ -1,7 +1,7 @@
 """One exchange with the service: where it may go, when the request is sent again, and when that ends.
 
-Every request of this package may be sent twice without harm (a GET, an Idempotency-Key, a ``seq_id``), so each
-retry sends the same bytes. Retrying is limited by time, not by count.
+Every request of this package may be sent twice without harm: it is a GET, or has an Idempotency-Key or a ``seq_id``, or
+asks for an end. So each retry sends the same bytes. Retries are limited by time, not by count.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from whitney_loop.version import __version__
 TIMEOUT = "timeout"  # stands for a status: the answer did not come in time
 _NOT_TAKEN = frozenset({408, 425, 429})  # the service says that it did not take the request
 _NEVER_SERVED = frozenset({501, 505})  # asking again cannot help
-_CONFLICT = 409  # is never sent again, whatever the service says
+_CONFLICT = 409  # asking again cannot help, even if the service says so
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 20.0
 _LEAST_TIMEOUT_S = 0.001  # a socket takes 0 for "do not wait"
@@ -111,9 +111,10 @@ class Transport:
         """Send a request and return the JSON object of its answer, without any API key. ``body`` is given in parts.
 
         The request is sent again after a failed connection, after a status that may pass, and if the service's error
-        says ``retryable``, for ``timeout_s`` seconds, or _FIRST_CONTACT_S if there never was a connection. Raise NotYet
-        for a status in ``not_yet`` (TIMEOUT is one); RequestRejected; UnexpectedResponse; ConfigurationError if the
-        certificate is not trusted; ServiceUnavailable when the time is up; HungUp.
+        says ``retryable``, for ``timeout_s`` seconds, or _FIRST_CONTACT_S if there never was a connection.
+
+        Raise NotYet for a status in ``not_yet``, which may hold TIMEOUT too; RequestRejected; UnexpectedResponse;
+        ConfigurationError if the certificate is not trusted; ServiceUnavailable when the time is up; HungUp.
         """
         started = time.monotonic()
         deadline = started + (self._timeout_s if timeout_s is None else timeout_s)
@@ -125,7 +126,8 @@ class Transport:
             attempt_s = min(self._exchange_timeout_s, max(deadline - time.monotonic(), _LEAST_TIMEOUT_S))
             options: dict[str, Any] = {"new_connection": new_connection, "hang_up": hang_up}
             try:
-                return self._read(self._ask(facts, method, path, body, headers, attempt_s, **options), facts)
+                answer = self._ask(facts, method, path, body, headers, attempt_s, **options)
+                return self._read(answer, facts)
             except KeptConnectionLost:
                 new_connection = may_have_arrived = True
             except _Trouble as trouble:
@@ -143,14 +145,14 @@ class Transport:
                 raise
 
     def poll(self, path: str, left_s: float, **options: Any) -> dict[str, Any]:
-        """GET a state that ``wait_until`` waits for. Trouble is ridden out for as long as that would wait."""
+        """GET a state that ``wait_until`` waits for. Retry as long as that would wait."""
         return self.exchange("GET", path, timeout_s=left_s or _LAST_POLL_S, **options)
 
     def close(self) -> None:
         self._connections.close()
 
     def _ask(self, facts: dict[str, Any], *request: Any, **options: Any) -> Answer:
-        # No error is chained to its cause: that may show the key, if a server echoes it in place of HTTP.
+        # No error keeps its cause, which shows the key if a server echoes it in place of HTTP.
         try:
             return self._connections.ask(*request, **options)
         except NotTrusted as error:
@@ -181,33 +183,31 @@ class Transport:
             raise UnexpectedResponse(message, outcome="unknown", **facts) from None
         if parsed is not None:
             return parsed
-        message = f"answered {status} with a body that is no JSON object: {_beginning(answer)}"
-        if answer.body.strip()[:1] in (b"", b"{"):  # cut short on its way
+        message = f"answered {status} with a body that is not a JSON object: {_beginning(answer)}"
+        if answer.body.strip()[:1] in (b"", b"{"):  # truncated on its way
             raise _Trouble(message, "unknown", status)
         message = f"the service {message}. Is {self.base_url} the API itself?"
         raise UnexpectedResponse(message, outcome="unknown", **facts)
 
     def _refusal(self, answer: Answer, facts: dict[str, Any]) -> Exception:
-        """Return the error for an answer whose status is not one of success."""
+        """Return the error for an answer whose status is not 2xx."""
         status = answer.status
         try:
             body = _json_object(answer.body) or {}
         except (ValueError, RecursionError):  # shown like a body that is not JSON
             body = {}
-        error = body.get(wire.ERROR)
-        error = error if isinstance(error, dict) else {}
-        said, code, request_id = error.get(wire.ERROR_MESSAGE), error.get(wire.ERROR_CODE), body.get(wire.REQUEST_ID)
-        said = said if isinstance(said, str) else f"no JSON error: {_beginning(answer)}"
+        message, code, retryable = wire.error_of(body)
+        said = message or f"no JSON error message: {_beginning(answer)}"
         if status == 404 and self.base_url.endswith("/v1"):
             said += f" (at {self.base_url}{facts['path']}: give the base URL without /v1, with which every path begins)"
-        code = code if isinstance(code, str) else None
+        request_id = body.get(wire.REQUEST_ID)
         request_id = request_id if isinstance(request_id, str) else None
-        if _may_pass(status, retryable=error.get(wire.ERROR_RETRYABLE) is True):
+        if _may_pass(status, retryable=retryable):
             outcome: Outcome = "unknown" if status >= 500 else "rejected"
             pause_s = _retry_after_s(answer.headers)
             return _Trouble(f"answered {status}: {said}", outcome, status, pause_s, code=code, request_id=request_id)
         facts = {**facts, "status": status, "code": code, "request_id": request_id}
-        if status < 300:  # 101, for which nobody asked
+        if status < 300:  # 101 (Switching Protocols), which was not asked for
             return UnexpectedResponse(f"the service answered {status}: {said}", outcome="unknown", **facts)
         if status < 400:
             said = "a redirect, which is refused: it could carry the key elsewhere. Give the final base URL"
@@ -217,7 +217,8 @@ class Transport:
 
     def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any]) -> None:
         now = time.monotonic()
-        left_s, asked_s = deadline - now, trouble.retry_after_s or 0
+        left_s = deadline - now
+        asked_s = trouble.retry_after_s or 0
         pause_s = max(asked_s, _backoff_s(facts["attempts"]))
         if pause_s < left_s:
             if now >= self._quiet_until:  # threads that wait for results meet the same trouble at the same time
@@ -228,7 +229,7 @@ class Transport:
             return
         if self._connections.ever_connected:
             asked = f"; it asks to wait {asked_s:.0f} s, and {max(left_s, 0):.0f} s are left" if asked_s else ""
-            found = f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}"
+            found = f"no usable answer from {self.base_url} within the time limit; last: {trouble}{asked}"
         else:
             found = (
                 f"no connection to {self.base_url}: {trouble}. Check the base URL's host and port, the network and its "
@@ -257,7 +258,7 @@ class _Trouble(Exception):
 
 
 def _may_pass(status: int, *, retryable: bool) -> bool:
-    """Return whether the same request may succeed later; ``retryable`` is the word of the service's error."""
+    """Return whether the same request may succeed later. ``retryable``: the service says so."""
     if status in _NOT_TAKEN or (status >= 500 and status not in _NEVER_SERVED):
         return True
     return retryable and status >= 400 and status != _CONFLICT
@@ -271,9 +272,10 @@ def _beginning(answer: Answer) -> str:
 
 
 def _json_object(raw: bytes) -> dict[str, Any] | None:
-    """Return the object; None if it is anything else. Raise ValueError or RecursionError beyond Python's limits.
+    """Return the JSON object, redacted, or None if the text is anything else.
 
-    Answers are redacted here, as they come in, so that nothing that is made of them later can show the key.
+    Raise ValueError or RecursionError if an integer is too long, or the nesting too deep, for Python. Answers are
+    redacted here, on arrival, so that nothing made from them can show the key.
     """
     try:
         parsed = json.loads(raw)
@@ -291,11 +293,11 @@ def _retry_after_s(headers: email.message.Message) -> float | None:
     """Return the seconds to wait from either form of Retry-After; None for nonsense, 0, and a date that has passed."""
     value = (headers.get("Retry-After") or "").strip()
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-        return float(value) or None  # hundreds of digits give infinity, which is beyond any budget
+        return float(value) or None  # hundreds of digits give infinity, which is beyond any time limit
     until = _date(value)
     if until is None:
         return None
-    # By the service's own clock if it tells the time: this machine's may be wrong.
+    # Prefer the service's own clock: this machine's may be wrong.
     now = _date(headers.get("Date")) or datetime.datetime.now(datetime.timezone.utc)
     seconds = (until - now).total_seconds()
     return seconds if seconds > 0 else None

@@ -81,6 +81,18 @@ def path(template: str, **ids: str) -> str:
     return template.format(**{name: urllib.parse.quote(value, safe="") for name, value in ids.items()})
 
 
+def error_of(answer: Mapping[str, Any]) -> tuple[str | None, str | None, bool]:
+    """Return message, code and ``retryable`` of the error in an answer. A message or code that is no string is None."""
+    error = answer.get(ERROR)
+    error = error if isinstance(error, dict) else {}
+    message, code = error.get(ERROR_MESSAGE), error.get(ERROR_CODE)
+    return (
+        message if isinstance(message, str) else None,
+        code if isinstance(code, str) else None,
+        error.get(ERROR_RETRYABLE) is True,
+    )
+
+
 def wire_request(request: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a sampler's payload without ``metadata``. Return anything but a dict unchanged: the service rejects it."""
     if not isinstance(request, dict):
