@@ -194,7 +194,7 @@ def _finite(results: list[float]) -> list[float]:
 
 def _numbers(values: Any, where: str) -> list[float]:
     numbers = _listed(values, where)
-    # Decided for the whole list, which is fast: a NaN or infinity stays in a sum. Otherwise, entry by entry.
+    # First check the whole list at once, which is fast: if one entry is not finite, their sum is not either.
     if set(map(type, numbers)) <= {float} and math.isfinite(sum(numbers)):
         return numbers
     return [_number(value, f"{where}[{index}]") for index, value in enumerate(numbers)]

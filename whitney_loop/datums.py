@@ -218,7 +218,7 @@ def _ratio(value: Any, where: str, low: float, high: float) -> float:
 def _numbers(values: Any, where: str, length: int | None = None, first: int = 0) -> list[float]:
     """Return plain floats; ``first`` is the position of the first one in the list that a message names."""
     numbers = _listed(values, where)
-    # Decided for the whole list, which is fast: a NaN or infinity stays in a sum. Otherwise, entry by entry.
+    # First check the whole list at once, which is fast: if one entry is not finite, their sum is not either.
     if not (set(map(type, numbers)) <= {float} and math.isfinite(sum(numbers))):
         numbers = [_number(value, f"{where}[{first + index}]") for index, value in enumerate(numbers)]
     if length is not None and len(numbers) != length:
@@ -248,7 +248,7 @@ def _number(value: Any, where: str) -> float:
 def _token_ids(values: Any, where: str) -> list[int]:
     tokens = _listed(values, where)
     if set(map(type, tokens)) <= {int} and min(tokens, default=0) >= 0 and max(tokens, default=0) < 2**63:
-        return tokens  # the whole list at once, which is fast
+        return tokens  # the whole list is checked at once first, which is fast
     return [_token_id(value, f"{where}[{index}]") for index, value in enumerate(tokens)]
 
 

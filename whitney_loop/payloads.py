@@ -214,7 +214,7 @@ def _check_datum(datum: object, where: str, loss_function: str, required: frozen
             continue
         numbers = tensors[name]["values"]
         if max(numbers) <= high and (low == -math.inf or low <= min(numbers)):
-            continue  # the whole list at once, which is fast
+            continue  # the whole list is checked at once first, which is fast
         for index, (number, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight != 0 and not low <= number <= high:
                 raise ValueError(f"{inputs}.{name}.values[{index}] is {number!r}, {message}")
@@ -239,8 +239,8 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
     if dtype == "int64":
         _check_token_ids(numbers, f"{where}.values")
         return
-    # Decided for the whole list, which is fast: no entry is larger than the root of the sum of squares, and a NaN is
-    # not below any bound. Otherwise, entry by entry.
+    # First check the whole list at once, which is fast: no entry is larger than the root of the sum of squares, which
+    # is NaN if one entry is.
     if set(map(type, numbers)) <= {float} and math.hypot(*numbers) <= _FLOAT32_MAX:
         return
     for index, number in enumerate(numbers):
@@ -249,7 +249,7 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
 
 def _check_token_ids(token_ids: object, where: str) -> None:
     token_ids = _require_list(token_ids, where, "token id")
-    # Decided for the whole list, which is fast. Otherwise, entry by entry.
+    # First check the whole list at once, which is fast.
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _INT64_MAX:
         return
     for index, token in enumerate(token_ids):
