@@ -67,16 +67,6 @@ class PendingOperation:
 
         Raise what ``run_operation`` raises. May be called again.
         """
-        self.fetch(timeout_s)
-        if self._state[wire.STATUS] != wire.SUCCEEDED:
-            raise failure(self.kind, self._state, **self._facts())
-        result = self._state.get(wire.RESULT)
-        if not isinstance(result, dict):
-            raise self._unexpected(wire.RESULT, result, "an object")
-        return result
-
-    def fetch(self, timeout_s: float | None) -> None:
-        """Wait for the end, as ``result`` does, and keep the result."""
         with self._lock:  # one thread polls: by the second answer the service may have forgotten the result
             if not self._is_fetched:
                 self._state = wait_until(
@@ -91,6 +81,12 @@ class PendingOperation:
                 )
                 self._is_fetched = True
                 self._operations.count_end(self.kind, self._state[wire.STATUS])
+        if self._state[wire.STATUS] != wire.SUCCEEDED:
+            raise failure(self.kind, self._state, **self._facts())
+        result = self._state.get(wire.RESULT)
+        if not isinstance(result, dict):
+            raise self._unexpected(wire.RESULT, result, "an object")
+        return result
 
     def _poll(self, left_s: float) -> dict[str, Any] | None:
         operation_id, is_held = self._state[wire.OPERATION_ID], self._is_polled_held
@@ -211,8 +207,8 @@ class Operations:
                     log(logging.WARNING, f"{run_id} was operated by another client before: a run has one client")
             # The service drops the oldest result that it keeps when it accepts the next operation: fetch it before.
             if expiring := order.accepted.get(order.next_seq_id - wire.RESULTS_KEPT):
-                with contextlib.suppress(WhitneyError):  # raised again for the caller of its result()
-                    expiring.fetch(timeout_s)
+                with contextlib.suppress(WhitneyError):  # raised again for whoever asks for its result
+                    expiring.result(timeout_s)
             operation = PendingOperation(run_id, sampler_id, kind, order.next_seq_id, self, hang_up)
             if sampler_id is None:
                 order.newest_of_run = operation.seq_id
