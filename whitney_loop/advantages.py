@@ -1,9 +1,9 @@
 """Advantage estimators: from the rewards of one group of completions (same prompt) to advantages.
 
 Numbers may be Python's, or scalars and arrays of numpy or torch; the results are plain floats. A number that is not
-finite raises ValueError with its position. If all rewards are equal, every advantage is exactly 0.0. That is decided
-on the rewards, because a difference to their rounded mean would look like a signal. Rewards that differ only by
-rounding, such as 0.3 and 0.1 + 0.2, are equal.
+finite raises ValueError with its position. If all rewards are equal, every advantage is exactly 0.0. The rewards
+themselves are compared, because a difference to their rounded mean would look like a signal. Rewards that differ only
+by rounding, such as 0.3 and 0.1 + 0.2, are equal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 def group_mean_advantages(rewards: Iterable[float], *, normalize_std: bool = False) -> list[float]:
     """Return reward minus the mean of its group, one advantage per reward.
 
-    With ``normalize_std`` (standard GRPO) it is divided by the population standard deviation, if that is at least
-    1e-6; without, it is not (Dr. GRPO). Raise ValueError for fewer than two rewards, and with the position if one is
-    not finite. Source: GRPO, arXiv 2402.03300; Whitney, "Advantage helpers".
+    With ``normalize_std`` (standard GRPO) divide by the population standard deviation if that is at least 1e-6; without
+    it, do not divide (Dr. GRPO). Raise ValueError for fewer than two rewards, and with the position if one is not
+    finite. Source: GRPO, arXiv 2402.03300; Whitney, "Advantage helpers".
     """
     rewards = _group(rewards)
     if normalize_std:

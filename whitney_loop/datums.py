@@ -82,7 +82,7 @@ def trajectory_datum(
     clip_low: float | None = None,
     clip_high: float | None = None,
 ) -> Datum:
-    """Return the same datum for a trajectory of several turns: only sampled tokens are trained on.
+    """Return such a datum for a trajectory of several turns: only sampled tokens are trained on.
 
     ``spans`` is a list of ``(tokens, logprobs)`` in order. ``logprobs`` has one entry per token for a sampled span, and
     is None for an observation (the prompt, the answer of a tool). The first span is an observation with at least one
@@ -136,7 +136,8 @@ def completion_values(output: Mapping[str, Any], prompt_tokens: Iterable[int]) -
     One value per completion token, for the state before it. Raise ValueError if the output has no values, too few for
     the prompt, or one that is not a finite number.
     """
-    # Value i is that of the prefix that ends at input i, so the last prompt token has the first completion's value.
+    # Value i is that of the prefix that ends at input i. The state before the first completion token ends at the last
+    # prompt token.
     start = len(_prompt(prompt_tokens)) - 1
     return _numbers(_completion_part(output, "values", start), "result.values", first=start)
 
@@ -181,7 +182,7 @@ def _policy_datum(
 def _shifted(tokens: list[int], per_token: Mapping[str, list[float]]) -> Datum:
     """Return the datum of a sequence; a number of ``per_token`` is put at the position whose target is its token."""
     if len(tokens) < 2:
-        raise ValueError("there is one token in all, prompt and completion together; a datum needs at least two")
+        raise ValueError("prompt and completion have one token in all; a datum needs at least two")
     loss_inputs = {"target_tokens": _tensor("int64", tokens[1:])}
     loss_inputs |= {name: _tensor("float32", numbers[1:]) for name, numbers in per_token.items()}
     return {"input": {"token_ids": tokens[:-1]}, "loss_inputs": loss_inputs}
