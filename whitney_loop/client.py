@@ -62,7 +62,7 @@ class WhitneyClient:
         exchange_timeout_s = _checked_seconds("exchange_timeout_s", exchange_timeout_s)
         base_url = base_url or os.environ.get("WHITNEY_BASE_URL")
         if not base_url:
-            raise ConfigurationError("no base URL: pass base_url or set WHITNEY_BASE_URL", outcome="not_sent")
+            raise ConfigurationError("no base URL: pass base_url or set WHITNEY_BASE_URL")
         key = api_key if api_key is not None else os.environ.get("WHITNEY_API_KEY")
         self._transport = Transport(
             base_url, key, timeout_s=self.submit_timeout_s, exchange_timeout_s=exchange_timeout_s, ca_file=ca_file
@@ -103,7 +103,7 @@ class WhitneyClient:
                 raise UnexpectedResponse("capabilities: providers is not an object in the answer", outcome="rejected")
             if provider not in providers:
                 message = f"{self.base_url} does not offer provider {provider!r}; it has {_listed(providers)}"
-                raise ConfigurationError(message, outcome="not_sent")
+                raise ConfigurationError(message)
             entry = providers[provider]
             offered = entry.get(wire.OFFERED) if isinstance(entry, dict) else None
         if not isinstance(offered, list):
@@ -111,7 +111,7 @@ class WhitneyClient:
         missing = [name for name in names if name not in offered]
         if missing:
             message = f"{self.base_url} does not offer {', '.join(missing)} for {provider}; it has {_listed(offered)}"
-            raise ConfigurationError(message, outcome="not_sent")
+            raise ConfigurationError(message)
 
     # Sessions and runs
 
@@ -316,7 +316,7 @@ class WhitneyClient:
         answer = self._transport.exchange("POST", path, [as_json(body, path)], timeout_s=timeout_s, headers=headers)
         if not wire.is_id(answer.get(id_field)):
             message = f"{id_field} is {shortened(answer.get(id_field))}, expected an id"
-            raise UnexpectedResponse(message, outcome="unknown", method="POST", path=path)
+            raise UnexpectedResponse(message, method="POST", path=path)
         return answer
 
     def _post(self, path: str, timeout_s: float | None = None) -> dict[str, Any]:
@@ -342,5 +342,5 @@ def _listed(names: Collection[object]) -> str:
 def _checked_seconds(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_TIMEOUT_S:
         message = f"{name} is {shortened(value)}, expected seconds: a number above 0, at most {_LONGEST_TIMEOUT_S:g}"
-        raise ConfigurationError(message, outcome="not_sent")
+        raise ConfigurationError(message)
     return value

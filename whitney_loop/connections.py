@@ -299,7 +299,7 @@ def _proxy_for(netloc: str) -> _Proxy | None:
         usable = False
     if not usable:  # the URL is not shown: it may hold a password
         message = "the proxy that https_proxy names cannot be used: only the form http://HOST:PORT is supported"
-        raise ConfigurationError(message, outcome="not_sent")
+        raise ConfigurationError(message)
     headers = {}
     if parts.username and parts.password:
         credentials = urllib.parse.unquote(f"{parts.username}:{parts.password}").encode()
@@ -312,4 +312,4 @@ def _verifying_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # or its subclass ssl.SSLError
         why = f"{error.strerror or error}; expected a file of certificates in PEM"
-        raise ConfigurationError(f"ca_file {ca_file} cannot be used: {why}", outcome="not_sent") from None
+        raise ConfigurationError(f"ca_file {ca_file} cannot be used: {why}") from None

@@ -88,10 +88,11 @@ class WhitneyError(Exception):
     """The base class. ``str()`` says what was wrong and what to do, then the facts below in brackets.
 
     ``method``, ``path``, ``status`` (HTTP), ``code`` and ``request_id`` (the service's), ``seq_id``, ``attempts`` (how
-    often it was sent) are None if they do not apply. ``retryable``: asking again may succeed. Picklable; never holds
-    the key.
+    often it was sent) are None if they do not apply. ``retryable``: asking again may succeed. ``outcome``: see there.
+    An error can be pickled, and never holds the key.
     """
 
+    outcome: Outcome = "unknown"
     method: str | None = None
     path: str | None = None
     status: int | None = None
@@ -103,10 +104,10 @@ class WhitneyError(Exception):
     index: int | None = None  # of the payload that caused it, if several were given at once
     payload: Any = None  # that payload
 
-    def __init__(self, message: str, *, outcome: Outcome = "unknown", **facts: Any) -> None:
+    def __init__(self, message: str, *, outcome: Outcome | None = None, **facts: Any) -> None:
         super().__init__(redacted(message))
         self.message = redacted(message)
-        self.outcome: Outcome = outcome
+        self.outcome = outcome or self.outcome
         vars(self).update(redacted_json(facts))
 
     def __str__(self) -> str:
@@ -120,9 +121,13 @@ class WhitneyError(Exception):
 class ConfigurationError(WhitneyError):
     """The base URL, the key, a time-out or the provider cannot be used as given. Nothing was sent."""
 
+    outcome = "not_sent"
+
 
 class RequestRejected(WhitneyError):
     """The service refused the request (a 4xx, or a redirect, which is never followed); ``code`` says why."""
+
+    outcome = "rejected"
 
 
 class ServiceUnavailable(WhitneyError):
@@ -136,6 +141,8 @@ class UnexpectedResponse(WhitneyError):
 class OperationFailed(WhitneyError):
     """The operation was accepted and ended as ``failed`` or ``cancelled``, or a run could not be allocated."""
 
+    outcome = "failed"
+
 
 class OperationTimeout(WhitneyError):
     """An operation, a run or a session did not end in time; it may still end."""
@@ -143,3 +150,5 @@ class OperationTimeout(WhitneyError):
 
 class RunBroken(WhitneyError):
     """Not sent: the outcome of an earlier operation of this run is unknown, or this process was forked from its own."""
+
+    outcome = "not_sent"

@@ -124,7 +124,7 @@ class PendingOperation:
 
     def _unexpected(self, name: str, found: object, expected: str) -> UnexpectedResponse:
         message = f"{self.kind}: {name} is {shortened(found)}, expected {expected}"
-        return UnexpectedResponse(message, outcome="unknown", **self._facts())
+        return UnexpectedResponse(message, **self._facts())
 
     def _facts(self) -> dict[str, Any]:
         """Return the attributes of an error about this operation."""
@@ -157,12 +157,7 @@ class Operations:
         self._lock = threading.Lock()  # guards the counters and _orders
 
     def run(
-        self,
-        run_id: str,
-        sampler_id: str | None,
-        kind: str,
-        payload: Mapping[str, Any],
-        timeout_s: float | None = None,
+        self, run_id: str, sampler_id: str | None, kind: str, payload: Mapping[str, Any], timeout_s: float | None = None
     ) -> dict[str, Any]:
         """Submit an operation and return its result. Submit it again, up to three times, if it fails and may be."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -194,13 +189,12 @@ class Operations:
         if order.process != os.getpid():
             raise RunBroken(
                 f"{kind} is not sent: this process was forked from the one that operates {run_id}, and only that one "
-                "keeps its order. Open a run of its own here, or return the data to that process",
-                outcome="not_sent",
+                "keeps its order. Open a run of its own here, or return the data to that process"
             )
         with order.lock:
             if order.broken:
                 message = f"{kind} is not sent: {order.broken}. Only finish, cancel and close can follow"
-                raise RunBroken(message, outcome="not_sent")
+                raise RunBroken(message)
             if not order.next_seq_id:
                 order.next_seq_id = self._next_seq_id(run_id)
                 if order.next_seq_id != 1:
@@ -329,14 +323,14 @@ def require_same(answer: dict[str, Any], field_name: str, expected: object, name
     found = answer.get(field_name, expected)
     if type(found) is not type(expected) or found != expected:
         message = f"{name}: {field_name} is {shortened(found)} in the answer, expected {expected!r}"
-        raise UnexpectedResponse(message, outcome="unknown", **facts)
+        raise UnexpectedResponse(message, **facts)
 
 
 def failure(name: str, answer: dict[str, Any], **facts: Any) -> OperationFailed:
     """Return the error that says why an operation, or a run, has not succeeded."""
     message, code, retryable = wire.error_of(answer)
     text = f"{name} {answer[wire.STATUS]}: {message or 'the service gives no reason'}"
-    return OperationFailed(text, outcome="failed", code=code, retryable=retryable, **facts)
+    return OperationFailed(text, code=code, retryable=retryable, **facts)
 
 
 def _may_be_stray(error: WhitneyError) -> bool:

@@ -15,7 +15,7 @@ def result_sampler_id(result: Mapping[str, Any]) -> str:
     sampler_id = result.get(wire.SAMPLER_ID) if isinstance(result, Mapping) else None
     if not wire.is_id(sampler_id):
         message = f"save_weights_for_sampler: result.sampler_id is {shortened(sampler_id)}, expected an id"
-        raise UnexpectedResponse(message, outcome="unknown")
+        raise UnexpectedResponse(message)
     return sampler_id
 
 
@@ -49,7 +49,7 @@ def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _bad_sample(where: str, found: object, expected: str) -> UnexpectedResponse:
-    return UnexpectedResponse(f"sample: result.{where} is {shortened(found)}, expected {expected}", outcome="unknown")
+    return UnexpectedResponse(f"sample: result.{where} is {shortened(found)}, expected {expected}")
 
 
 def _is_finite(value: object) -> bool:

@@ -87,10 +87,8 @@ class Transport:
             self._headers["Authorization"] = f"Bearer {_checked_key(api_key)}"
             keep_out_of_errors(api_key)
         elif not is_loopback:
-            raise ConfigurationError(
-                f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address needs none)",
-                outcome="not_sent",
-            )
+            message = f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address needs none)"
+            raise ConfigurationError(message)
         self._timeout_s = timeout_s
         self._exchange_timeout_s = exchange_timeout_s
         self._connections = Connections(self.base_url, ca_file=ca_file, direct=is_loopback)
@@ -159,13 +157,12 @@ class Transport:
             raise ConfigurationError(
                 f"the certificate of {self.base_url} is not trusted: {error}. If you run the authority that signed it, "
                 "name the authority's certificate with ca_file (--ca-file)",
-                outcome="not_sent",
                 **facts,
             ) from None
         except NotConnected as error:
             raise _Trouble(str(error), "not_sent") from None
         except AnswerTooLarge as error:
-            raise UnexpectedResponse(str(error), outcome="unknown", **facts) from None
+            raise UnexpectedResponse(str(error), **facts) from None
         except (OSError, http.client.HTTPException) as error:
             status = TIMEOUT if isinstance(error, TimeoutError) else None
             raise _Trouble(f"{type(error).__name__}: {error}", "unknown", status) from None
@@ -180,14 +177,14 @@ class Transport:
             parsed = _json_object(answer.body)
         except (ValueError, RecursionError) as error:
             message = f"the service answered {status} with JSON that Python cannot read: {error}"
-            raise UnexpectedResponse(message, outcome="unknown", **facts) from None
+            raise UnexpectedResponse(message, **facts) from None
         if parsed is not None:
             return parsed
         message = f"answered {status} with a body that is not a JSON object: {_beginning(answer)}"
         if answer.body.strip()[:1] in (b"", b"{"):  # truncated on its way
             raise _Trouble(message, "unknown", status)
         message = f"the service {message}. Is {self.base_url} the API itself?"
-        raise UnexpectedResponse(message, outcome="unknown", **facts)
+        raise UnexpectedResponse(message, **facts)
 
     def _refusal(self, answer: Answer, facts: dict[str, Any]) -> Exception:
         """Return the error for an answer whose status is not 2xx."""
@@ -208,12 +205,12 @@ class Transport:
             return _Trouble(f"answered {status}: {said}", outcome, status, pause_s, code=code, request_id=request_id)
         facts = {**facts, "status": status, "code": code, "request_id": request_id}
         if status < 300:  # 101 (Switching Protocols), which was not asked for
-            return UnexpectedResponse(f"the service answered {status}: {said}", outcome="unknown", **facts)
+            return UnexpectedResponse(f"the service answered {status}: {said}", **facts)
         if status < 400:
             said = "a redirect, which is refused: it could carry the key elsewhere. Give the final base URL"
         if status >= 500:
-            return ServiceUnavailable(f"the service answered {status}: {said}", outcome="unknown", **facts)
-        return RequestRejected(f"the service refused: {said}", outcome="rejected", **facts)
+            return ServiceUnavailable(f"the service answered {status}: {said}", **facts)
+        return RequestRejected(f"the service refused: {said}", **facts)
 
     def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -332,16 +329,13 @@ def _checked_base_url(base_url: str) -> str:
     if problem:
         # Only scheme and host are shown: the rest may hold a password.
         shown = f"{parts.scheme}://{host}" if host else "given"
-        raise ConfigurationError(f"base URL {shown} cannot be used: {problem}", outcome="not_sent")
+        raise ConfigurationError(f"base URL {shown} cannot be used: {problem}")
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
 
 
 def _checked_key(api_key: str) -> str:
     if not re.fullmatch(r"[!-~]+", api_key):
-        raise ConfigurationError(
-            "the API key holds a space, a line break or a character outside ASCII; copy it again",
-            outcome="not_sent",
-        )
+        raise ConfigurationError("the API key holds a space, a line break or a character outside ASCII; copy it again")
     return api_key
 
 

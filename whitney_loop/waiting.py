@@ -41,7 +41,7 @@ def wait_until(
         found = shortened(state.get(wire.STATUS))
         if is_last:
             message = f"{name} is {found} after {asked - started:.0f} s, not {expected}"
-            raise OperationTimeout(message, outcome="unknown", **facts)
+            raise OperationTimeout(message, **facts)
         if is_logged and asked - last_logged > PATIENCE_S:
             last_logged = asked
             log(logging.WARNING, f"{name} is {found} for {asked - started:.0f} s")
