@@ -395,7 +395,7 @@ def use(client):
 
 REFUSALS = [404, 409, 422]
 CLIENTS_PER_BREAK = 10  # one in so many loses the service, after 0 to 9 answers
-NO_ANSWER = r"no usable answer from http\S+ in the time there was; last: (answered \d+ with a body|TimeoutError:) "
+NO_ANSWER = r"no usable answer from http\S+ within the time limit; last: (answered \d+ with a body|TimeoutError:) "
 NO_OBJECT = r"(the service |)answered \d+ with a body that is not a JSON object"
 CAPABILITIES = (
     r"capabilities: (providers|modal\.operations) is not |\S+ does not offer (provider 'modal'|sample for modal);"

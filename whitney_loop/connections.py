@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from whitney_loop.errors import ConfigurationError
+from whitney_loop.errors import ConfigurationError, UnexpectedResponse
 
 LARGEST_BODY = 256 * 2**20  # bytes of an answer; logprobs of 1,000 completions of 10,000 tokens fit
 _PIECE = 64 * 2**10  # bytes that are sent or read at once
@@ -33,16 +33,8 @@ class NotConnected(Exception):
     """There was no connection, so nothing of the request was sent."""
 
 
-class NotTrusted(NotConnected):
-    """The service's certificate could not be verified."""
-
-
 class KeptConnectionLost(Exception):
     """The service closed a kept connection and did not begin to answer. The request may have arrived."""
-
-
-class AnswerTooLarge(Exception):
-    """The body of the answer is larger than LARGEST_BODY allows."""
 
 
 class HungUp(Exception):
@@ -105,8 +97,9 @@ class Connections:
 
         ``timeout_s`` limits silence: the wait for the head of the answer after the body was sent, and each wait for the
         next bytes of a body. A transfer that flows may take as long as it needs.
-        Raise NotConnected, KeptConnectionLost (never with ``new_connection``), AnswerTooLarge, HungUp, ValueError if a
-        header cannot be sent, and OSError or HTTPException if the answer is lost.
+        Raise NotConnected, KeptConnectionLost (never with ``new_connection``), HungUp, ValueError if a header cannot be
+        sent, OSError or HTTPException if the answer is lost, UnexpectedResponse if it is too large, and
+        ConfigurationError if the certificate is not trusted.
         """
         size = sum(map(len, body))
         head = self._head(method, path, {**headers, "Content-Length": str(size)} if body else headers)
@@ -154,7 +147,7 @@ class Connections:
         return None
 
     def _connected(self, timeout_s: float) -> socket.socket:
-        """Find the address, connect, ask the proxy, shake hands. Raise NotConnected or NotTrusted."""
+        """Find the address, connect, ask the proxy, shake hands. Raise NotConnected or ConfigurationError."""
         host, port = (self._proxy.host, self._proxy.port) if self._proxy else (self._host, self._port)
         timeout_s = min(timeout_s, _CONNECT_S)
         if self._tls is None:
@@ -164,11 +157,14 @@ class Connections:
         if self._proxy:
             connection.set_tunnel(self._host, self._port, self._proxy.headers)
         connection.response_class = _Response
-        problem: NotConnected | None = None
+        problem: Exception | None = None
         try:
             connection.connect()
         except ssl.SSLCertVerificationError as error:
-            problem = NotTrusted(error.verify_message)
+            problem = ConfigurationError(
+                f"the certificate of https://{self._netloc} is not trusted: {error.verify_message}. If you run the "
+                "authority that signed it, name the authority's certificate with ca_file (--ca-file)"
+            )
         except (OSError, http.client.HTTPException) as error:
             problem = NotConnected(f"{type(error).__name__}: {error}")
         except BaseException:
@@ -266,7 +262,7 @@ class _Response(http.client.HTTPResponse):
                     size += len(chunk)
                     self.reads.end += len(chunk) / _SLOWEST
                     if size > LARGEST_BODY:
-                        raise AnswerTooLarge(f"the answer is larger than {LARGEST_BODY} bytes")
+                        raise UnexpectedResponse(f"the answer is larger than {LARGEST_BODY} bytes")
                 is_whole = self.chunked or self.length == 0
             except (http.client.HTTPException, ConnectionError):
                 pass

@@ -88,8 +88,8 @@ class WhitneyError(Exception):
     """The base class. ``str()`` says what was wrong and what to do, then the facts below in brackets.
 
     ``method``, ``path``, ``status`` (HTTP), ``code`` and ``request_id`` (the service's), ``seq_id``, ``attempts`` (how
-    often it was sent) are None if they do not apply. ``retryable``: asking again may succeed. ``outcome``: see there.
-    An error can be pickled, and never holds the key.
+    often it was sent) are None if they do not apply. ``retryable``: asking again may succeed. ``outcome`` is one of
+    ``Outcome``. An error can be pickled, and never holds the key.
     """
 
     outcome: Outcome = "unknown"
@@ -108,6 +108,10 @@ class WhitneyError(Exception):
         super().__init__(redacted(message))
         self.message = redacted(message)
         self.outcome = outcome or self.outcome
+        self.add(**facts)
+
+    def add(self, **facts: Any) -> None:
+        """Set attributes that the class has."""
         vars(self).update(redacted_json(facts))
 
     def __str__(self) -> str:

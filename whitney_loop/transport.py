@@ -22,15 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from whitney_loop import wire
-from whitney_loop.connections import (
-    Answer,
-    AnswerTooLarge,
-    Connections,
-    HangUp,
-    KeptConnectionLost,
-    NotConnected,
-    NotTrusted,
-)
+from whitney_loop.connections import Answer, Connections, HangUp, KeptConnectionLost, NotConnected
 from whitney_loop.errors import (
     ConfigurationError,
     Outcome,
@@ -84,7 +76,10 @@ class Transport:
         }
         is_loopback = _is_loopback(urllib.parse.urlsplit(self.base_url).hostname or "")
         if api_key:
-            self._headers["Authorization"] = f"Bearer {_checked_key(api_key)}"
+            if not re.fullmatch(r"[!-~]+", api_key):
+                message = "the API key holds a space, a line break or a character outside ASCII; copy it again"
+                raise ConfigurationError(message)
+            self._headers["Authorization"] = f"Bearer {api_key}"
             keep_out_of_errors(api_key)
         elif not is_loopback:
             message = f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address needs none)"
@@ -124,8 +119,7 @@ class Transport:
             attempt_s = min(self._exchange_timeout_s, max(deadline - time.monotonic(), _LEAST_TIMEOUT_S))
             options: dict[str, Any] = {"new_connection": new_connection, "hang_up": hang_up}
             try:
-                answer = self._ask(facts, method, path, body, headers, attempt_s, **options)
-                return self._read(answer, facts)
+                return self._read(self._ask(method, path, body, headers, attempt_s, **options), path)
             except KeptConnectionLost:
                 new_connection = may_have_arrived = True
             except _Trouble as trouble:
@@ -138,6 +132,7 @@ class Transport:
                     trouble.outcome = "unknown"
                 self._pause_or_give_up(trouble, deadline, facts)
             except WhitneyError as error:
+                error.add(**facts)
                 if may_have_arrived:  # an earlier attempt may have been executed, whatever this answer says
                     error.outcome = "unknown"
                 raise
@@ -149,44 +144,35 @@ class Transport:
     def close(self) -> None:
         self._connections.close()
 
-    def _ask(self, facts: dict[str, Any], *request: Any, **options: Any) -> Answer:
-        # No error keeps its cause, which shows the key if a server echoes it in place of HTTP.
+    def _ask(self, *request: Any, **options: Any) -> Answer:
+        # No error shows its cause, which holds the key if a server echoes it in place of HTTP.
         try:
             return self._connections.ask(*request, **options)
-        except NotTrusted as error:
-            raise ConfigurationError(
-                f"the certificate of {self.base_url} is not trusted: {error}. If you run the authority that signed it, "
-                "name the authority's certificate with ca_file (--ca-file)",
-                **facts,
-            ) from None
         except NotConnected as error:
             raise _Trouble(str(error), "not_sent") from None
-        except AnswerTooLarge as error:
-            raise UnexpectedResponse(str(error), **facts) from None
         except (OSError, http.client.HTTPException) as error:
             status = TIMEOUT if isinstance(error, TimeoutError) else None
             raise _Trouble(f"{type(error).__name__}: {error}", "unknown", status) from None
 
-    def _read(self, answer: Answer, facts: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, answer: Answer, path: str) -> dict[str, Any]:
         """Return the answer's object. Raise _Trouble if the request may be sent again, a WhitneyError if not."""
         status = answer.status
         if not 200 <= status < 300:
-            raise self._refusal(answer, facts)
-        facts = {**facts, "status": status}
+            raise self._refusal(answer, path)
         try:
             parsed = _json_object(answer.body)
         except (ValueError, RecursionError) as error:
             message = f"the service answered {status} with JSON that Python cannot read: {error}"
-            raise UnexpectedResponse(message, **facts) from None
+            raise UnexpectedResponse(message, status=status) from None
         if parsed is not None:
             return parsed
         message = f"answered {status} with a body that is not a JSON object: {_beginning(answer)}"
         if answer.body.strip()[:1] in (b"", b"{"):  # truncated on its way
             raise _Trouble(message, "unknown", status)
         message = f"the service {message}. Is {self.base_url} the API itself?"
-        raise UnexpectedResponse(message, **facts)
+        raise UnexpectedResponse(message, status=status)
 
-    def _refusal(self, answer: Answer, facts: dict[str, Any]) -> Exception:
+    def _refusal(self, answer: Answer, path: str) -> Exception:
         """Return the error for an answer whose status is not 2xx."""
         status = answer.status
         try:
@@ -196,14 +182,14 @@ class Transport:
         message, code, retryable = wire.error_of(body)
         said = message or f"no JSON error message: {_beginning(answer)}"
         if status == 404 and self.base_url.endswith("/v1"):
-            said += f" (at {self.base_url}{facts['path']}: give the base URL without /v1, with which every path begins)"
+            said += f" (at {self.base_url}{path}: give the base URL without /v1, with which every path begins)"
         request_id = body.get(wire.REQUEST_ID)
         request_id = request_id if isinstance(request_id, str) else None
         if _may_pass(status, retryable=retryable):
             outcome: Outcome = "unknown" if status >= 500 else "rejected"
             pause_s = _retry_after_s(answer.headers)
             return _Trouble(f"answered {status}: {said}", outcome, status, pause_s, code=code, request_id=request_id)
-        facts = {**facts, "status": status, "code": code, "request_id": request_id}
+        facts: dict[str, Any] = {"status": status, "code": code, "request_id": request_id}
         if status < 300:  # 101 (Switching Protocols), which was not asked for
             return UnexpectedResponse(f"the service answered {status}: {said}", **facts)
         if status < 400:
@@ -214,8 +200,7 @@ class Transport:
 
     def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any]) -> None:
         now = time.monotonic()
-        left_s = deadline - now
-        asked_s = trouble.retry_after_s or 0
+        left_s, asked_s = deadline - now, trouble.retry_after_s
         pause_s = max(asked_s, _backoff_s(facts["attempts"]))
         if pause_s < left_s:
             if now >= self._quiet_until:  # threads that wait for results meet the same trouble at the same time
@@ -244,7 +229,7 @@ class _Trouble(Exception):
         message: str,
         outcome: Outcome,
         status: int | str | None = None,
-        retry_after_s: float | None = None,
+        retry_after_s: float = 0,
         **facts: Any,
     ) -> None:
         super().__init__(redacted(message))
@@ -286,18 +271,17 @@ def _backoff_s(attempts: int) -> float:
     return random.uniform(0, min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(attempts, 16)))
 
 
-def _retry_after_s(headers: email.message.Message) -> float | None:
-    """Return the seconds to wait from either form of Retry-After; None for nonsense, 0, and a date that has passed."""
+def _retry_after_s(headers: email.message.Message) -> float:
+    """Return the seconds to wait, from either form of Retry-After. Return 0 for nonsense, or a date that has passed."""
     value = (headers.get("Retry-After") or "").strip()
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-        return float(value) or None  # hundreds of digits give infinity, which is beyond any time limit
+        return float(value)  # hundreds of digits give infinity, which is beyond any time limit
     until = _date(value)
     if until is None:
-        return None
+        return 0
     # Prefer the service's own clock: this machine's may be wrong.
     now = _date(headers.get("Date")) or datetime.datetime.now(datetime.timezone.utc)
-    seconds = (until - now).total_seconds()
-    return seconds if seconds > 0 else None
+    return max((until - now).total_seconds(), 0)
 
 
 def _date(value: str | None) -> datetime.datetime | None:
@@ -331,12 +315,6 @@ def _checked_base_url(base_url: str) -> str:
         shown = f"{parts.scheme}://{host}" if host else "given"
         raise ConfigurationError(f"base URL {shown} cannot be used: {problem}")
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
-
-
-def _checked_key(api_key: str) -> str:
-    if not re.fullmatch(r"[!-~]+", api_key):
-        raise ConfigurationError("the API key holds a space, a line break or a character outside ASCII; copy it again")
-    return api_key
 
 
 def _is_loopback(host: str) -> bool:
