@@ -42,7 +42,7 @@ class HungUp(Exception):
 
 
 class HangUp:
-    """Ends the exchanges of other threads, which then raise HungUp: those under way, and those that would follow."""
+    """Ends the exchanges of other threads, present and later ones: they raise HungUp."""
 
     def __init__(self) -> None:
         self.done = False

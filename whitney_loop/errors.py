@@ -29,9 +29,9 @@ _secrets: dict[str, re.Pattern[str]] = {}  # each with a pattern that recognises
 def keep_out_of_errors(secret: str) -> None:
     """Keep ``secret`` out of every error, log line and answer of this process from now on."""
     if len(secret) >= _SHORTEST_SECRET:
-        first, *others = map(_forms, secret)  # without backslashes before the first: re finds its beginning faster
+        first, *others = map(_forms, secret)  # no backslash is allowed before the first, so that re finds it faster
         head, rest = others[: _SHORTEST_SECRET - 1], others[_SHORTEST_SECRET - 1 :]
-        # The text may have been cut off within the key: after its first characters, the text may end.
+        # The text may be cut off within the key, so it may end after the key's first characters.
         followed = [rf"\\*{form}" for form in head] + [rf"(?:\\*{form}|{_CUT_OFF})" for form in rest]
         _secrets[secret] = re.compile("".join([first, *followed]))
 
@@ -65,7 +65,7 @@ def redacted_json(value: Any, name: str = "") -> Any:
     """
     if isinstance(value, str):
         return redacted(value, shortest=_NO_WORD if name.endswith(_EXACT) else 0)
-    if isinstance(value, (list, tuple)):  # most are long and hold numbers: no call for each of them
+    if isinstance(value, (list, tuple)):  # most lists are long and hold only numbers: skip those, which is fast
         return value if set(map(type, value)) <= _HOLD_NO_KEY else [redacted_json(item, name) for item in value]
     if isinstance(value, dict):
         return {redacted(name, shortest=_NO_WORD): redacted_json(item, name) for name, item in value.items()}
@@ -111,7 +111,7 @@ class WhitneyError(Exception):
         self.add(**facts)
 
     def add(self, **facts: Any) -> None:
-        """Set attributes that the class has."""
+        """Set some of the attributes above."""
         vars(self).update(redacted_json(facts))
 
     def __str__(self) -> str:

@@ -54,7 +54,7 @@ class _Fetchers:
         self._outcomes: dict[int, Any] = {}  # results and errors, by index
 
     def submit(self, run_id: str, sampler_id: str | None, kind: str, payload: Mapping[str, Any]) -> None:
-        """Submit one operation, then hand over the results that have arrived."""
+        """Submit one operation, then pass on the results that have arrived."""
         try:
             operation = self._operations.submit(run_id, sampler_id, kind, payload, hang_up=self._hang_up)
         except WhitneyError as error:
@@ -83,7 +83,7 @@ class _Fetchers:
             self._accepted.put(None)
 
     def _receive(self) -> None:
-        """Wait for one result or error, and hand it over."""
+        """Wait for one result or error. Keep it, and pass a result on to ``on_result``."""
         while True:
             try:
                 index, outcome = self._arrived.get(timeout=PATIENCE_S)

@@ -224,7 +224,7 @@ class Operations:
         operation._state = answer
 
     def _accept(self, order: _Order, kind: str) -> None:
-        """Count an operation, and only then its seq_id: an interrupt in between must not hide it."""
+        """Count an operation, and only then its seq_id, so that an interrupt in between does not hide it."""
         with self._lock:
             self.accepted[kind] += 1
         order.next_seq_id += 1
@@ -240,7 +240,7 @@ class Operations:
         order.broken = f"the outcome of {operation} is unknown until client.settle() has asked for it"
         order.lost = operation.kind
         if isinstance(error, RequestRejected):
-            # A resend was refused. Did the service take what was sent before? If it does not say, it may have.
+            # A later attempt was refused. Ask whether an earlier one was taken; without an answer, it may have been.
             with contextlib.suppress(WhitneyError):
                 if self._next_seq_id(operation.run_id) == order.next_seq_id:
                     error.outcome, order.broken = "rejected", None

@@ -50,7 +50,7 @@ _SHOWN_CHARACTERS = 200  # of a body that is not JSON
 
 
 class NotYet(Exception):
-    """The answer is one that the caller reads as "not finished yet"."""
+    """The answer means "not finished yet" to the caller."""
 
 
 class Transport:
@@ -222,7 +222,7 @@ class Transport:
 
 
 class _Trouble(Exception):
-    """An attempt that failed, after which the request may be sent again. ``facts`` are those of the answer, if any."""
+    """A failed attempt, after which the request may be sent again. ``facts`` are attributes of the error, if any."""
 
     def __init__(
         self,

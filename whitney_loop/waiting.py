@@ -50,7 +50,7 @@ def wait_until(
             state = poll(max(deadline - asked, 0)) or state
         except ServiceUnavailable:
             if is_last or time.monotonic() < deadline:
-                raise
+                raise  # otherwise the deadline passed during this poll: there is a last one
         answered = time.monotonic()
         was_held = answered - asked >= LONG_POLL_S / 2
         if not was_held and not is_reached(str(state.get(wire.STATUS))):
