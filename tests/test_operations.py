@@ -90,7 +90,7 @@ def test_a_conflict_is_never_asked_again_and_a_lost_order_breaks_the_run(code):
         with pytest.raises(RequestRejected) as caught:
             step(client)
         assert caught.value.attempts == 1
-        with pytest.raises(RunBroken, match=f"lost step with this client at optim_step .seq_id 1.: {code}"):
+        with pytest.raises(RunBroken, match=f"disagree about the order since optim_step .seq_id 1.: {code}"):
             step(client)
 
 

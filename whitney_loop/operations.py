@@ -233,7 +233,8 @@ class Operations:
     def _note_loss(self, order: _Order, operation: PendingOperation, error: BaseException) -> None:
         """Break the order, unless it is certain that the service did not take the operation."""
         if isinstance(error, WhitneyError) and error.code in wire.ORDER_LOST:
-            order.broken = f"the service lost step with this client at {operation}: {error.code}. A run has one client"
+            disagreement = f"service and client disagree about the order since {operation}: {error.code}"
+            order.broken = f"{disagreement}. A run has one client"
             return
         if isinstance(error, WhitneyError) and error.outcome in ("not_sent", "rejected"):
             return
