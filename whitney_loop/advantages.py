@@ -161,7 +161,8 @@ def batch_normalize(advantages: Iterable[Iterable[float]]) -> list[list[float]]:
     if not flat or _all_equal(flat):
         return [[0.0] * len(row) for row in rows]
     mean = sum(flat) / len(flat)
-    [deviation] = _finite([(sum((number - mean) * (number - mean) for number in flat) / len(flat)) ** 0.5])
+    variance = sum((number - mean) * (number - mean) for number in flat) / len(flat)  # ** 2 would raise OverflowError
+    deviation = _finite([variance])[0] ** 0.5
     scale = deviation if deviation >= 1e-6 else 1.0  # dividing by less would turn rounding errors into advantages
     return [_finite([(number - mean) / scale for number in row]) for row in rows]
 
