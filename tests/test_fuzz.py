@@ -289,7 +289,7 @@ def do(client, run_id, sampler_id, kind, payload, number):
         assert error.outcome in ("failed", "rejected") and error.code != "internal_error", (number, error)
     except ValueError as error:
         how = "refused"
-        assert str(error).startswith(f"{kind}: the payload is no JSON"), (number, error)
+        assert str(error).startswith(f"{kind}: the payload cannot be written as JSON"), (number, error)
     assert client.run(run_id)["next_seq_id"] - before == (how != "refused"), (number, kind, how)
     return how
 
@@ -395,8 +395,8 @@ def use(client):
 
 REFUSALS = [404, 409, 422]
 CLIENTS_PER_BREAK = 10  # one in so many loses the service, after 0 to 9 answers
-NO_ANSWER = r"no usable answer from http\S+ in the time there was; last: (answered \d+ with a body|TimeoutError:) "
-NO_OBJECT = r"(the service |)answered \d+ with a body that is no JSON object"
+NO_ANSWER = r"no usable answer from http\S+ within the time limit; last: (answered \d+ with a body|TimeoutError:) "
+NO_OBJECT = r"(the service |)answered \d+ with a body that is not a JSON object"
 CAPABILITIES = (
     r"capabilities: (providers|modal\.operations) is not |\S+ does not offer (provider 'modal'|sample for modal);"
 )

@@ -77,7 +77,7 @@ def test_a_payload_that_is_no_json_takes_no_number_and_sends_nothing():
     with ScriptedServer(run(), operation()) as server:
         client = client_of(server)
         for payload in ({"x": float("nan")}, {"x": object()}):
-            with pytest.raises(ValueError, match="the payload is no JSON"):
+            with pytest.raises(ValueError, match="the payload cannot be written as JSON"):
                 client.run_operation("run-1", "forward_backward", payload)
         step(client)
     assert [request.method for request in server.requests] == ["GET", "POST"]
@@ -90,7 +90,7 @@ def test_a_conflict_is_never_asked_again_and_a_lost_order_breaks_the_run(code):
         with pytest.raises(RequestRejected) as caught:
             step(client)
         assert caught.value.attempts == 1
-        with pytest.raises(RunBroken, match=f"lost step with this client at optim_step .seq_id 1.: {code}"):
+        with pytest.raises(RunBroken, match=f"disagree about the order since optim_step .seq_id 1.: {code}"):
             step(client)
 
 
@@ -422,7 +422,7 @@ def test_a_result_that_has_expired_leaves_the_outcome_unknown_but_not_the_order(
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (reply([1, 2]), "no JSON object"),
+        (reply([1, 2]), "not a JSON object"),
         (reply({"status": "queued"}), "optim_step: operation_id is None"),
         (operation(operation_id=7), "optim_step: operation_id is 7"),
         (operation(status=None), "optim_step: status is None"),

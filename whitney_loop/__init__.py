@@ -14,14 +14,7 @@ from whitney_loop.advantages import (
     length_normalize,
     soft_advantages,
 )
-from whitney_loop.build_loss import (
-    BuildLoss,
-    LoopContext,
-    NoGradientSignal,
-    SecondRun,
-    clip_arguments,
-    policy_payload,
-)
+from whitney_loop.build_loss import BuildLoss, LoopContext, NoGradientSignal, SecondRun, clip_arguments, policy_payload
 from whitney_loop.client import WhitneyClient
 from whitney_loop.datums import (
     Datum,
@@ -45,12 +38,7 @@ from whitney_loop.errors import (
     WhitneyError,
 )
 from whitney_loop.lifecycle import lora_run, training_session
-from whitney_loop.losses import (
-    LOSS_CONFIG_KEYS,
-    LOSS_SUPPORT,
-    require_advertised_loss,
-    require_loss_config,
-)
+from whitney_loop.losses import LOSS_CONFIG_KEYS, LOSS_SUPPORT, require_advertised_loss, require_loss_config
 from whitney_loop.operations import PendingOperation
 from whitney_loop.payloads import (
     adamw_optimizer,

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 import whitney_loop
 from whitney_loop.callables import examples_folder
-from whitney_loop.client import WhitneyClient, is_id
+from whitney_loop.client import WhitneyClient
 from whitney_loop.errors import ConfigurationError, WhitneyError, redacted
 from whitney_loop.lifecycle import close_everything
+from whitney_loop.wire import is_id
 
 DESCRIPTION = """Train by Whitney's API; without a base URL, rehearse on an embedded service, where nothing is billed.
 
@@ -45,7 +46,7 @@ Exit codes: 0 closed; 1 the service refused, or did not answer; 2 usage; 130 Ctr
 def main(arguments: Sequence[str] | None = None, prog: str = "whitney-loop") -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal may not take every character
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not know every character
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -67,7 +68,7 @@ def run_loop(file: str, arguments: Sequence[str], prog: str) -> int:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # a dataclass looks its own module up
+    sys.modules[name] = module  # dataclasses look up the module of their class there
     spec.loader.exec_module(module)
     code: int = module.main(arguments, prog)
     return code
@@ -92,7 +93,7 @@ def close(arguments: Sequence[str], prog: str) -> int:
     options = parser.parse_args(arguments)
     if not options.base_url and not os.environ.get("WHITNEY_BASE_URL"):
         parser.error("no service is named: give --base-url URL, or set WHITNEY_BASE_URL")
-    if not is_id(options.session_id):  # not shown: a terminal may not take it
+    if not is_id(options.session_id):  # not shown: it may disturb a terminal
         print("error: SESSION_ID is not a valid session id: copy it again from where it was printed", file=sys.stderr)
         return 2
     try:

@@ -1,9 +1,9 @@
 """Advantage estimators: from the rewards of one group of completions (same prompt) to advantages.
 
 Numbers may be Python's, or scalars and arrays of numpy or torch; the results are plain floats. A number that is not
-finite raises ValueError with its position. If all rewards are equal, every advantage is exactly 0.0. That is decided
-on the rewards, because a difference to their rounded mean would look like a signal. Rewards that differ only by
-rounding, such as 0.3 and 0.1 + 0.2, are equal.
+finite raises ValueError with its position. If all rewards are equal, every advantage is exactly 0.0. The rewards
+themselves are compared, because a difference to their rounded mean would look like a signal. Rewards that differ only
+by rounding, such as 0.3 and 0.1 + 0.2, are equal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 def group_mean_advantages(rewards: Iterable[float], *, normalize_std: bool = False) -> list[float]:
     """Return reward minus the mean of its group, one advantage per reward.
 
-    With ``normalize_std`` (standard GRPO) it is divided by the population standard deviation, if that is at least
-    1e-6; without, it is not (Dr. GRPO). Raise ValueError for fewer than two rewards, and with the position if one is
-    not finite. Source: GRPO, arXiv 2402.03300; Whitney, "Advantage helpers".
+    With ``normalize_std`` (standard GRPO) divide by the population standard deviation if that is at least 1e-6; without
+    it, do not divide (Dr. GRPO). Raise ValueError for fewer than two rewards, and with the position if one is not
+    finite. Source: GRPO, arXiv 2402.03300; Whitney, "Advantage helpers".
     """
     rewards = _group(rewards)
     if normalize_std:
@@ -161,7 +161,8 @@ def batch_normalize(advantages: Iterable[Iterable[float]]) -> list[list[float]]:
     if not flat or _all_equal(flat):
         return [[0.0] * len(row) for row in rows]
     mean = sum(flat) / len(flat)
-    [deviation] = _finite([(sum((number - mean) * (number - mean) for number in flat) / len(flat)) ** 0.5])
+    variance = sum((number - mean) * (number - mean) for number in flat) / len(flat)  # ** 2 would raise OverflowError
+    deviation = _finite([variance])[0] ** 0.5
     scale = deviation if deviation >= 1e-6 else 1.0  # dividing by less would turn rounding errors into advantages
     return [_finite([(number - mean) / scale for number in row]) for row in rows]
 
@@ -194,7 +195,7 @@ def _finite(results: list[float]) -> list[float]:
 
 def _numbers(values: Any, where: str) -> list[float]:
     numbers = _listed(values, where)
-    # Decided for the whole list, which is fast: a NaN or infinity stays in a sum. Otherwise, entry by entry.
+    # First check the whole list at once, which is fast: if one entry is not finite, their sum is not either.
     if set(map(type, numbers)) <= {float} and math.isfinite(sum(numbers)):
         return numbers
     return [_number(value, f"{where}[{index}]") for index, value in enumerate(numbers)]

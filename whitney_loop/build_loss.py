@@ -3,7 +3,7 @@
 ``build_loss(sample, cycle, request, ctx)`` returns the payload of ``forward_backward``. ``sample`` is the sampler's
 result, unchanged (``sequences``: a list of ``{"tokens", "logprobs", "stop_reason"}``), ``cycle`` counts from 0,
 ``request`` is the payload that was sampled, and ``ctx`` is a LoopContext. ``policy_payload`` does the last step of
-most build_loss functions: from advantages to the payload.
+most build_loss functions: it makes the payload from the advantages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NoGradientSignal(ValueError):
-    """Raised by a build_loss to skip the step of this cycle, for example because all rewards are equal."""
+    """A build_loss raises it to skip the step of this cycle, for example if all rewards are equal."""
 
 
 @dataclass
@@ -31,13 +31,13 @@ class SecondRun:
 
     client: WhitneyClient
     run_id: str
-    state_id: str | None  # that it was opened from, or last saved as; None: the base model
+    state_id: str | None  # of the state that it was opened from or last saved as; None: the base model
     rank: int
     frozen: bool
 
     @cached_property
     def sampler_id(self) -> str:
-        """A sampler of the weights that it has when this is asked for the first time."""
+        """A sampler of the weights that the run has when this is read for the first time."""
         saved = self.client.run_operation(self.run_id, "save_weights_for_sampler", {})
         return str(saved["sampler_id"])
 
@@ -67,22 +67,22 @@ class LoopContext:
     metrics: dict[str, Any] = field(default_factory=dict)
     """Filled by the build_loss, logged with the cycle, emptied before the next."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Lives as long as the loop; it does not come back when a training is resumed."""
+    """Kept as long as the loop runs; empty again when a training is resumed."""
     second_run: Callable[..., SecondRun] = _without_a_loop
     """``second_run(name, *, rank=None, state_id=None, frozen=False)``: a run beside the policy's, such as a critic.
 
-    The first call opens it, at the base model or from ``state_id``; later calls return it. A call with another
-    ``state_id`` ends it and opens it anew from that state. ``rank`` is the policy's unless given. The run ends with the
-    training. With each saved state it is saved too, unless it is ``frozen``: a frozen run is never stepped. A resumed
-    training opens it from its saved state, which the metrics file names; without that file ValueError is raised.
+    The first call opens the run, at the base model or from ``state_id``; later calls return it. A call with another
+    ``state_id`` ends it and opens it anew from that state. Default of ``rank``: the policy's. The run ends with the
+    training. It is saved whenever the policy is, unless it is ``frozen``: a frozen run is never stepped. A resumed
+    training opens it from its saved state, which the metrics file names; without that file it raises ValueError.
     """
     reward: Callable[[Mapping[str, Any], Mapping[str, Any]], float] = _no_reward
-    """``reward(sequence, request)``: the reward of a completion by ``--reward``; without it, its share of vowels.
+    """``reward(sequence, request)``: the reward of a completion by ``--reward``; by default its share of vowels.
 
-    It was started when the sample arrived. A completion that the build_loss sampled itself is scored at once.
+    The loop starts the reward when the sample arrives. A completion that build_loss sampled itself is scored at once.
     """
     resources: ExitStack = field(default_factory=ExitStack)
-    """Closed by the loop: ``ctx.resources.enter_context(lora_run(…))`` opens a run that is cleaned up on every exit."""
+    """Closed by the loop: ``ctx.resources.enter_context(lora_run(…))`` opens a run that every exit cleans up."""
 
 
 class BuildLoss(Protocol):
@@ -108,8 +108,8 @@ def policy_payload(
 
     ``advantages`` has one entry per completion: a number, or a list with one number per token. A completion without
     tokens is left out, because no loss has a term for it. ``clip_low`` and ``clip_high`` are probability ratios
-    (0.8 and 1.2), sent in the form that ``provider`` takes; further keys of the loss come in ``loss_config``.
-    Raise NoGradientSignal if every completion is empty, and ValueError if ``advantages`` has another length than the
+    (0.8 and 1.2), sent in the form that ``provider`` takes. ``loss_config`` takes the loss's other keys.
+    Raise NoGradientSignal if every completion is empty. Raise ValueError if ``advantages`` has another length than the
     group, or for the reasons of ``rl_datum``.
     """
     sequences, advantages = sample["sequences"], list(advantages)

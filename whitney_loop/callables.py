@@ -1,4 +1,4 @@
-"""MODULE:CALLABLE on a command line: the user's function, or an engine."""
+"""MODULE:CALLABLE on a command line: find the user's function, or an engine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def examples_folder() -> Path:
-    """The folder of the example loops, algorithms and data: inside an installed package, or beside it in a clone."""
+    """Return the folder of the examples: inside an installed package, or beside the package in a clone."""
     installed = _PACKAGE / "examples"
     return installed if installed.is_dir() else _PACKAGE.parent / "examples"
 
 
 def algorithms() -> str:
-    """The list of the example algorithms for a help page: name, first line of the file, and the provider if it is one.
+    """Return the list of the example algorithms for a help page: name, first line of the file, and its only provider.
 
-    Each file names its providers in a sentence of its own, such as "Modal and Tinker."
+    Each file names its providers in a sentence of its own, such as "Modal and Tinker." or "Tinker."
     """
     listed = []
     files = sorted((examples_folder() / "algorithms").glob("[a-z]*.py"))
-    column = 6 + max(len(file.stem) for file in files)  # 4 before the name, 2 behind it
+    column = 6 + max(len(file.stem) for file in files)  # 4 spaces before the name, 2 after it
     for file in files:
         text = file.read_text(encoding="utf-8")
         summary = text.partition("\n")[0].strip('"')
@@ -74,7 +74,7 @@ def load_module(spec: str, option: str) -> tuple[ModuleType, str]:
 
 
 def _hiding_folder(module_name: str) -> str:
-    """What to do if a folder of the user's own hides the example that is meant; empty if none does."""
+    """Return a hint if a folder of the user hides the example of this name; otherwise an empty string."""
     package = module_name.partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None)
     example = examples_folder().joinpath(*module_name.split(".")).with_suffix(".py")
@@ -84,7 +84,7 @@ def _hiding_folder(module_name: str) -> str:
 
 
 def _users_traceback(error: BaseException) -> str:
-    """The traceback from the user's module on, without the frames that import it."""
+    """Return the traceback from the user's module on, without the frames that import the module."""
     trace = error.__traceback__
     while trace is not None and ("importlib" in (file := trace.tb_frame.f_code.co_filename) or file == __file__):
         trace = trace.tb_next
@@ -92,7 +92,7 @@ def _users_traceback(error: BaseException) -> str:
 
 
 def _module_names() -> list[str]:
-    """The modules of the current folder and of the examples, by the names under which they are imported."""
+    """Return the names under which the modules of the current folder and of the examples are imported."""
     folders = [(Path.cwd(), ""), (examples_folder(), ""), (examples_folder() / "algorithms", "algorithms.")]
     return [prefix + file.stem for folder, prefix in folders for file in sorted(folder.glob("*.py"))]
 
@@ -103,15 +103,15 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def load_callable(spec: str, option: str) -> Callable[..., Any]:
-    """The callable that ``MODULE:CALLABLE`` names. Raise ValueError, naming ``option``, if there is none."""
+    """Return the callable that ``MODULE:CALLABLE`` names. Raise ValueError, naming ``option``, if there is none."""
     return callable_of(*load_module(spec, option), option)
 
 
 def callable_of(module: ModuleType, name: str, option: str) -> Callable[..., Any]:
-    """The callable ``name`` of a module. Raise ValueError, naming ``option``, if there is none."""
+    """Return the callable ``name`` of a module. Raise ValueError, naming ``option``, if there is none."""
     found = getattr(module, name, None)
     if found is None:
-        file = getattr(module, "__file__", None) or "built in"  # another one than expected, such as Python's own json
+        file = getattr(module, "__file__", None) or "built in"  # shown, because Python's own module may have that name
         meant = _did_you_mean(name, vars(module))
         raise ValueError(f"{option}: module {module.__name__!r} ({file}) has no {name!r}{meant}")
     if not callable(found):
@@ -125,7 +125,7 @@ def require_parameters(function: Callable[..., Any], name: str, arguments: Seque
     """Raise ValueError, naming ``option``, if the function cannot be called with these positional arguments."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of something that is not written in Python: its first call will show
+    except (TypeError, ValueError):  # it is not written in Python: its first call will show
         return
     try:
         signature.bind(*arguments)
@@ -139,7 +139,7 @@ def require_parameters(function: Callable[..., Any], name: str, arguments: Seque
 def optional_callable(
     module: ModuleType, name: str, arguments: Sequence[str], option: str
 ) -> Callable[..., Any] | None:
-    """The callable ``name`` of a module, or None if it has nothing of that name.
+    """Return the callable ``name`` of a module, or None if the module has nothing of that name.
 
     Raise ValueError, naming ``option``, if it cannot be called with these positional arguments.
     """

@@ -1,7 +1,7 @@
 """WhitneyClient: sessions, runs, and operations that are ordered and run exactly once.
 
 Whitney's documentation fixes the names of the operations, of the helpers and of one path. The rest of the wire is this
-project's reading. It stands in ``wire.py``: if your deployment differs, edit it there.
+project's reading. It stands in ``wire.py``; if your deployment differs, edit it there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -20,17 +19,16 @@ from whitney_loop.fetching import run_all
 from whitney_loop.operations import Operations, PendingOperation, as_json, failure, require_same
 from whitney_loop.transport import Transport
 from whitney_loop.waiting import wait_until
-from whitney_loop.wire import is_id as is_id
 
 _LONGEST_LISTING = 400  # characters; the names of the contract take half of it
-_LONGEST_TIMEOUT_S = 1e9  # 30 years; a socket takes no more than 290
+_LONGEST_TIMEOUT_S = 1e9  # 30 years; a socket takes at most 290 years
 
 
 class WhitneyClient:
     """A client of one Whitney service. Thread-safe; the operations of one run are sent in the order of the calls.
 
-    A run has one client: it counts the run's operations, and a second one's would take the same numbers. Two clients
-    that send the same operation at the same number both get the result of the one that ran.
+    Use one client for a run: it numbers the run's operations, and a second client would use the same numbers. If both
+    send the same operation with the same number, it runs once and both get its result.
 
     ::
 
@@ -39,14 +37,14 @@ class WhitneyClient:
             with lora_run(client, session_id, model="my-model", rank=8) as run_id:
                 saved = client.run_operation(run_id, "save_weights_for_sampler", {})
 
-    ``base_url`` and ``api_key`` default to WHITNEY_BASE_URL and WHITNEY_API_KEY; no host is guessed. In seconds, each
-    more than 0: ``operation_timeout_s`` from an operation's submission to its result, ``submit_timeout_s`` until any
-    other request is answered, retries included, ``exchange_timeout_s`` for one attempt. TLS is always verified; the
-    authorities in ``ca_file`` (PEM) are trusted instead of the system's. Raise ConfigurationError if one of these
-    cannot be used.
+    ``base_url`` and ``api_key`` default to WHITNEY_BASE_URL and WHITNEY_API_KEY; no host is guessed. Three limits are
+    in seconds, each more than 0: ``operation_timeout_s`` from an operation's submission to its result,
+    ``submit_timeout_s`` for any other request, retries included, and ``exchange_timeout_s`` for one attempt. TLS is
+    always verified; the authorities in ``ca_file`` (PEM) are trusted instead of the system's. Raise ConfigurationError
+    if one of these cannot be used.
 
-    ``accepted`` counts the operations that the service took, by kind; ``undone`` those of them that are known to have
-    ended without effect. ``closed_sessions`` holds the ids of the sessions that this client has closed.
+    ``accepted`` counts the operations that the service took, by kind. ``undone`` counts those of them that are known to
+    have ended without effect. ``closed_sessions`` holds the ids of the sessions that this client has closed.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class WhitneyClient:
         exchange_timeout_s = _checked_seconds("exchange_timeout_s", exchange_timeout_s)
         base_url = base_url or os.environ.get("WHITNEY_BASE_URL")
         if not base_url:
-            raise ConfigurationError("no base URL: pass base_url or set WHITNEY_BASE_URL", outcome="not_sent")
+            raise ConfigurationError("no base URL: pass base_url or set WHITNEY_BASE_URL")
         key = api_key if api_key is not None else os.environ.get("WHITNEY_API_KEY")
         self._transport = Transport(
             base_url, key, timeout_s=self.submit_timeout_s, exchange_timeout_s=exchange_timeout_s, ca_file=ca_file
@@ -80,7 +78,7 @@ class WhitneyClient:
         return f"WhitneyClient({self.base_url!r})"
 
     def close(self) -> None:
-        """Close the connections that are kept for the next request. Optional; a request that follows opens one."""
+        """Close the connections that are kept for the next request. Optional: a later request opens a new one."""
         self._transport.close()
 
     def __enter__(self) -> WhitneyClient:
@@ -104,20 +102,16 @@ class WhitneyClient:
             if not isinstance(providers, dict):
                 raise UnexpectedResponse("capabilities: providers is not an object in the answer", outcome="rejected")
             if provider not in providers:
-                raise ConfigurationError(
-                    f"{self.base_url} does not offer provider {provider!r}; it has {_listed(providers)}",
-                    outcome="not_sent",
-                )
+                message = f"{self.base_url} does not offer provider {provider!r}; it has {_listed(providers)}"
+                raise ConfigurationError(message)
             entry = providers[provider]
             offered = entry.get(wire.OFFERED) if isinstance(entry, dict) else None
         if not isinstance(offered, list):
             raise UnexpectedResponse(f"capabilities: {provider}.operations is not a list", outcome="rejected")
         missing = [name for name in names if name not in offered]
         if missing:
-            raise ConfigurationError(
-                f"{self.base_url} does not offer {', '.join(missing)} for {provider}; it has {_listed(offered)}",
-                outcome="not_sent",
-            )
+            message = f"{self.base_url} does not offer {', '.join(missing)} for {provider}; it has {_listed(offered)}"
+            raise ConfigurationError(message)
 
     # Sessions and runs
 
@@ -126,7 +120,7 @@ class WhitneyClient:
     ) -> str:
         """Open a session and return its id. A second call with the same ``idempotency_key`` returns the same session.
 
-        Default of the key: a new one.
+        Without a key, each call opens a new session.
         """
         body = {wire.PROVIDER: provider}
         session = self._create(wire.SESSIONS, body, idempotency_key, wire.SESSION_ID, timeout_s)
@@ -146,9 +140,9 @@ class WhitneyClient:
     ) -> str:
         """Start a LoRA run of ``model`` in a session and return its id.
 
-        ``rank`` ≥ 1. ``resume_from`` takes the ``state_id`` of a ``save_state``: its weights and its optimizer. With
-        ``wait``, a run that the service is still allocating is awaited, as long as an operation would be. Raise
-        OperationFailed if that fails, OperationTimeout if it takes longer.
+        ``rank`` ≥ 1. ``resume_from`` takes the ``state_id`` of a ``save_state``, and restores weights and optimizer.
+        With ``wait``, return when the service has allocated the run. Raise OperationFailed if it cannot be allocated,
+        OperationTimeout if that takes longer than ``operation_timeout_s``.
         """
         body: dict[str, Any] = {wire.MODEL: model, wire.LORA: {wire.RANK: rank}}
         body |= {} if seed is None else {wire.SEED: seed}
@@ -158,7 +152,7 @@ class WhitneyClient:
         return self._allocated(run) if wait else str(run[wire.RUN_ID])
 
     def _allocated(self, run: dict[str, Any]) -> str:
-        """Wait while the service allocates a run, which may accept no operation until then; return its id."""
+        """Wait until the service has allocated a run, because it may accept no operation before; return its id."""
         run_id = str(run[wire.RUN_ID])
         if run.get(wire.STATUS) == wire.ALLOCATING:
             log(logging.WARNING, f"run {run_id} is being allocated: waiting for it")
@@ -185,7 +179,7 @@ class WhitneyClient:
         return _about_run(run_id, self._post(wire.path(wire.FINISH_RUN, run_id=run_id)))
 
     def cancel(self, run_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """End a run at once, and return its state: queued operations will not run. May be called again."""
+        """End a run at once, and return its state. Queued operations will not run. May be called again."""
         return _about_run(run_id, self._post(wire.path(wire.CANCEL_RUN, run_id=run_id), timeout_s))
 
     def close_session(self, session_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
@@ -242,30 +236,30 @@ class WhitneyClient:
     def run_operation(
         self, run_id: str, kind: str, payload: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Do one operation of a run (``forward_backward``, ``optim_step`` …), wait for its end and return its result.
+        """Do one operation of a run, such as ``forward_backward``: submit it, wait for its end and return its result.
 
         ``timeout_s`` limits all of it, in place of the client's ``submit_timeout_s`` and ``operation_timeout_s``.
         Raise RequestRejected if the service refuses it, OperationFailed if it fails, OperationTimeout if it does not
-        end in time, RunBroken if the outcome of an earlier one is unknown, ValueError if the payload is no JSON.
-        Payloads are not judged here: call ``check_payload`` first.
+        end in time, RunBroken if the outcome of an earlier one is unknown, ValueError if the payload cannot be written
+        as JSON. Payloads are not checked here: call ``check_payload`` first.
 
-        An operation that fails with the service's word that it may be repeated is submitted again, up to three times,
-        if no other operation of the run, sampler operations excepted, was submitted since.
+        If it fails and the service says that it may be repeated, it is submitted again, up to three times, unless a
+        later operation of the run was submitted meanwhile. A sampler's operations do not count as later ones.
         """
         return self._operations.run(run_id, None, kind, payload, timeout_s)
 
     def sampler_operation(self, run_id: str, sampler_id: str, kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Do a sampler's operation, ``sample`` or ``logprobs``; it takes the run's next ``seq_id`` too.
+        """Do a sampler's operation, ``sample`` or ``logprobs``. It takes the run's next ``seq_id``, like any other.
 
-        Otherwise like ``run_operation``.
+        Everything else is as in ``run_operation``.
         """
         return self._operations.run(run_id, sampler_id, kind, payload)
 
     def run_operations(self, run_id: str, kind: str, payloads: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Do an operation for each payload, in order, and return their results.
 
-        No submission waits for a result; results are fetched by up to 8 threads meanwhile. Raise what
-        ``run_operation`` raises for the first that fails; those that were submitted after it still run.
+        No submission waits for a result: up to 8 threads fetch the results meanwhile. Raise what ``run_operation``
+        raises for the first operation that fails; those that were submitted after it still run.
         """
         return run_all(self._operations, run_id, None, kind, payloads)
 
@@ -280,17 +274,17 @@ class WhitneyClient:
     ) -> list[dict[str, Any]]:
         """Do a sampler's operation for each payload: like ``run_operations``, but the service may overlap them.
 
-        One that fails and may be repeated is submitted again, as by ``run_operation``. ``on_result`` is called with the
-        index of a payload and its result as soon as that has arrived, in the order of arrival and in this thread; later
-        payloads are submitted when it returns.
+        An operation that fails and may be repeated is submitted again, as by ``run_operation``. ``on_result`` is called
+        in this thread with the index of a payload and its result, in the order of arrival. Later payloads are submitted
+        when it returns.
         """
         return run_all(self._operations, run_id, sampler_id, kind, payloads, on_result)
 
     def submit_operation(self, run_id: str, kind: str, payload: Mapping[str, Any]) -> PendingOperation:
-        """Submit an operation in its order and do not wait for its end: the ``result()`` of what it returns does.
+        """Submit an operation in its order, and do not wait for its end. The pending operation's ``result()`` waits.
 
-        Any number may be submitted before the first result is awaited: a service keeps the newest 256 results, so an
-        older one is fetched before it would be dropped. Raise what ``run_operation`` raises until then.
+        Any number may be submitted before the first ``result()``. A service keeps only the newest 256 results, so an
+        older result is fetched before it would be dropped. Raise what ``run_operation`` raises when it submits.
         """
         return self._operations.submit(run_id, None, kind, payload)
 
@@ -299,15 +293,15 @@ class WhitneyClient:
     ) -> PendingOperation:
         """Submit a sampler's operation: like ``submit_operation``, but the service may overlap them.
 
-        ``metadata`` beside the payload's fields, as a prompt file may have it, is not sent.
+        If the payload has ``metadata``, as in a prompt file, that is not sent.
         """
         return self._operations.submit(run_id, sampler_id, kind, payload)
 
     def settle(self, *, timeout_s: float | None = None) -> None:
-        """Ask the service what became of the operations whose outcome is unknown: after it, others can follow them.
+        """Ask the service which operations of unknown outcome it took. After that, others can follow them.
 
         Call it after an interrupt, ServiceUnavailable or RunBroken. ``accepted`` then counts those that were taken;
-        their results are lost. Those that were not taken must not be sent later: submit them again if they are wanted.
+        their results are lost. Those that were not taken are not sent again: submit them anew if you want them.
         Raise what ``run`` raises.
         """
         self._operations.settle(self.submit_timeout_s if timeout_s is None else timeout_s)
@@ -318,16 +312,11 @@ class WhitneyClient:
         self, path: str, body: dict[str, Any], idempotency_key: str | None, id_field: str, timeout_s: float | None
     ) -> dict[str, Any]:
         """Return the answer, which holds the id of what was created."""
-        headers = {wire.IDEMPOTENCY_KEY: idempotency_key or str(uuid.uuid4())}
+        headers = {wire.IDEMPOTENCY_KEY: idempotency_key or os.urandom(16).hex()}
         answer = self._transport.exchange("POST", path, [as_json(body, path)], timeout_s=timeout_s, headers=headers)
-        made = answer.get(id_field)
-        if not wire.is_id(made):
-            raise UnexpectedResponse(
-                f"{id_field} is {shortened(made)} in the answer, not an id",
-                outcome="unknown",
-                method="POST",
-                path=path,
-            )
+        if not wire.is_id(answer.get(id_field)):
+            message = f"{id_field} is {shortened(answer.get(id_field))}, expected an id"
+            raise UnexpectedResponse(message, method="POST", path=path)
         return answer
 
     def _post(self, path: str, timeout_s: float | None = None) -> dict[str, Any]:
@@ -345,15 +334,13 @@ def _about_session(session_id: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed(names: Collection[object]) -> str:
-    """Return the names that a service offers, on one line; they may be anything."""
+    """Return the names that a service offers, on one line. The service may send anything as a name."""
     shown = [name if wire.is_id(name) else shortened(name) for name in names]
     return ", ".join(sorted(shown))[:_LONGEST_LISTING]
 
 
 def _checked_seconds(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_TIMEOUT_S:
-        raise ConfigurationError(
-            f"{name} is {shortened(value)}, expected seconds: a number above 0, at most {_LONGEST_TIMEOUT_S:g}",
-            outcome="not_sent",
-        )
+        message = f"{name} is {shortened(value)}, expected seconds: a number above 0, at most {_LONGEST_TIMEOUT_S:g}"
+        raise ConfigurationError(message)
     return value

@@ -18,13 +18,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from whitney_loop.errors import ConfigurationError
+from whitney_loop.errors import ConfigurationError, UnexpectedResponse
 
 LARGEST_BODY = 256 * 2**20  # bytes of an answer; logprobs of 1,000 completions of 10,000 tokens fit
 _PIECE = 64 * 2**10  # bytes that are sent or read at once
-_SLOWEST = 20_000  # bytes a second; what flows more slowly counts as silence
-_STILL_TO_SEND = 4 * 2**20  # bytes of a body that the system may hold when it has taken them all from us
-_CONNECT_S = 10.0  # to connect, to be answered by a proxy, to shake hands: each
+_SLOWEST = 20_000  # bytes a second; a transfer that is slower counts as silence
+_STILL_TO_SEND = 4 * 2**20  # bytes of a body that may still be in the system's buffer when our last send returns
+_CONNECT_S = 10.0  # for each of three steps: connect, hear from the proxy, shake hands
 _MOST_KEPT = 9  # eight threads that wait for results, and one that submits
 _KEPT_S = 25.0  # without a request; services and proxies close an idle connection after 30 s or more
 
@@ -33,16 +33,8 @@ class NotConnected(Exception):
     """There was no connection, so nothing of the request was sent."""
 
 
-class NotTrusted(NotConnected):
-    """The service's certificate could not be verified."""
-
-
 class KeptConnectionLost(Exception):
     """The service closed a kept connection and did not begin to answer. The request may have arrived."""
-
-
-class AnswerTooLarge(Exception):
-    """The body of the answer is larger than LARGEST_BODY allows."""
 
 
 class HungUp(Exception):
@@ -50,7 +42,7 @@ class HungUp(Exception):
 
 
 class HangUp:
-    """Ends the exchanges of other threads, which then raise HungUp: those under way, and those that would follow."""
+    """Ends the exchanges of other threads, present and later ones: they raise HungUp."""
 
     def __init__(self) -> None:
         self.done = False
@@ -64,7 +56,7 @@ class HangUp:
 
 
 class Answer(NamedTuple):
-    """The answer to one request. ``body`` may be cut short; of a refusal it may be missing."""
+    """The answer to one request. ``body`` may be truncated; that of a refusal may be missing."""
 
     status: int
     headers: email.message.Message
@@ -74,9 +66,9 @@ class Answer(NamedTuple):
 class Connections:
     """The connections to one base URL. TLS is always verified: by ``ca_file``, or by the system's authorities.
 
-    A proxy that the environment names is used for https, unless ``direct``. It gets CONNECT with the host's name and
-    then sees TLS only. Raise ConfigurationError if the proxy or the file cannot be used. Thread-safe: each exchange
-    has a connection to itself.
+    The environment's proxy for https is used, unless ``direct``. It gets CONNECT with the host's name, and then sees
+    only TLS. Raise ConfigurationError if the proxy or the file cannot be used. Thread-safe: each exchange has a
+    connection to itself.
     """
 
     def __init__(self, base_url: str, *, ca_file: str | os.PathLike[str] | None, direct: bool) -> None:
@@ -101,12 +93,13 @@ class Connections:
         new_connection: bool = False,
         hang_up: HangUp | None = None,
     ) -> Answer:
-        """Send one request and read its answer. ``body``: its parts, none for a request without a body.
+        """Send one request and read its answer. ``body`` is a list of parts; a request without a body has none.
 
-        ``timeout_s`` limits silence: the wait for the head of the answer once the body has left, and each wait for the
+        ``timeout_s`` limits silence: the wait for the head of the answer after the body was sent, and each wait for the
         next bytes of a body. A transfer that flows may take as long as it needs.
-        Raise NotConnected, KeptConnectionLost (never with ``new_connection``), AnswerTooLarge, HungUp, ValueError if a
-        header cannot be sent, and OSError or HTTPException if the answer is lost.
+        Raise NotConnected, KeptConnectionLost (never with ``new_connection``), HungUp, ValueError if a header cannot be
+        sent, OSError or HTTPException if the answer is lost, UnexpectedResponse if it is too large, and
+        ConfigurationError if the certificate is not trusted.
         """
         size = sum(map(len, body))
         head = self._head(method, path, {**headers, "Content-Length": str(size)} if body else headers)
@@ -122,7 +115,7 @@ class Connections:
             _send(sock, head, body)
             response.reads.start(timeout_s + min(size, _STILL_TO_SEND) / _SLOWEST)
             answer, may_be_kept = response.read_answer(timeout_s)
-        except BaseException as error:  # of an exchange that was interrupted, an answer may still be on its way
+        except BaseException as error:  # the answer may still be on its way, so the connection cannot be kept
             sock.close()
             if hang_up.done:
                 raise HungUp from None
@@ -154,7 +147,7 @@ class Connections:
         return None
 
     def _connected(self, timeout_s: float) -> socket.socket:
-        """Find the address, connect, ask the proxy, shake hands. Raise NotConnected or NotTrusted."""
+        """Find the address, connect, ask the proxy, shake hands. Raise NotConnected or ConfigurationError."""
         host, port = (self._proxy.host, self._proxy.port) if self._proxy else (self._host, self._port)
         timeout_s = min(timeout_s, _CONNECT_S)
         if self._tls is None:
@@ -164,11 +157,14 @@ class Connections:
         if self._proxy:
             connection.set_tunnel(self._host, self._port, self._proxy.headers)
         connection.response_class = _Response
-        problem: NotConnected | None = None
+        problem: Exception | None = None
         try:
             connection.connect()
         except ssl.SSLCertVerificationError as error:
-            problem = NotTrusted(error.verify_message)
+            problem = ConfigurationError(
+                f"the certificate of https://{self._netloc} is not trusted: {error.verify_message}. If you run the "
+                "authority that signed it, name the authority's certificate with ca_file (--ca-file)"
+            )
         except (OSError, http.client.HTTPException) as error:
             problem = NotConnected(f"{type(error).__name__}: {error}")
         except BaseException:
@@ -204,14 +200,13 @@ def _is_quiet(sock: socket.socket) -> bool:
 
 def _send(sock: socket.socket, head: bytes, body: Sequence[bytes]) -> None:
     """Send a small request in one segment. Send a large one piece by piece, without a copy of it."""
+    parts = [head, *body]
     if sum(map(len, body)) < _PIECE:
-        sock.sendall(b"".join([head, *body]))
-        return
-    sock.sendall(head)
-    for part in body:
+        parts = [b"".join(parts)]
+    for part in parts:
         view = memoryview(part)
         for start in range(0, len(view), _PIECE):
-            sock.sendall(view[start : start + _PIECE])  # the socket's time-out is for each piece
+            sock.sendall(view[start : start + _PIECE])  # the socket's time-out limits each piece, not the whole
 
 
 class _TimedReads(io.RawIOBase):
@@ -267,7 +262,7 @@ class _Response(http.client.HTTPResponse):
                     size += len(chunk)
                     self.reads.end += len(chunk) / _SLOWEST
                     if size > LARGEST_BODY:
-                        raise AnswerTooLarge(f"the answer is larger than {LARGEST_BODY} bytes")
+                        raise UnexpectedResponse(f"the answer is larger than {LARGEST_BODY} bytes")
                 is_whole = self.chunked or self.length == 0
             except (http.client.HTTPException, ConnectionError):
                 pass
@@ -294,16 +289,13 @@ def _proxy_for(netloc: str) -> _Proxy | None:
         return None
     try:
         parts = urllib.parse.urlsplit(url if ":/" in url else f"http://{url}")
-        # What a proxy is told goes over plain HTTP, a password too: not where the user wrote https.
+        # Only plain HTTP can be spoken to a proxy. If the user wrote https, a password must not go over it.
         usable = parts.scheme == "http" and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable:  # the URL is not shown: it may hold a password
-        raise ConfigurationError(
-            "the proxy that https_proxy names cannot be used: expected http://HOST:PORT (a proxy that is itself "
-            "spoken to by https is not supported)",
-            outcome="not_sent",
-        )
+        message = "the proxy that https_proxy names cannot be used: only the form http://HOST:PORT is supported"
+        raise ConfigurationError(message)
     headers = {}
     if parts.username and parts.password:
         credentials = urllib.parse.unquote(f"{parts.username}:{parts.password}").encode()
@@ -314,6 +306,6 @@ def _proxy_for(netloc: str) -> _Proxy | None:
 def _verifying_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # or its subclass ssl.SSLError
         why = f"{error.strerror or error}; expected a file of certificates in PEM"
-        raise ConfigurationError(f"ca_file {ca_file} cannot be used: {why}", outcome="not_sent") from None
+        raise ConfigurationError(f"ca_file {ca_file} cannot be used: {why}") from None

@@ -82,7 +82,7 @@ def trajectory_datum(
     clip_low: float | None = None,
     clip_high: float | None = None,
 ) -> Datum:
-    """Return the same datum for a trajectory of several turns: only sampled tokens are trained on.
+    """Return such a datum for a trajectory of several turns: only sampled tokens are trained on.
 
     ``spans`` is a list of ``(tokens, logprobs)`` in order. ``logprobs`` has one entry per token for a sampled span, and
     is None for an observation (the prompt, the answer of a tool). The first span is an observation with at least one
@@ -136,7 +136,8 @@ def completion_values(output: Mapping[str, Any], prompt_tokens: Iterable[int]) -
     One value per completion token, for the state before it. Raise ValueError if the output has no values, too few for
     the prompt, or one that is not a finite number.
     """
-    # Value i is that of the prefix that ends at input i, so the last prompt token has the first completion's value.
+    # Value i is that of the prefix that ends at input i. The state before the first completion token ends at the last
+    # prompt token.
     start = len(_prompt(prompt_tokens)) - 1
     return _numbers(_completion_part(output, "values", start), "result.values", first=start)
 
@@ -154,34 +155,26 @@ def _policy_datum(
 ) -> Datum:
     """Return a datum of the importance_sampling family; its tensors are 0 at tokens that were not sampled."""
     length = sum(len(tokens) for tokens, logprobs in spans if logprobs is not None)
-    advantages = _one_per_token(advantage, "advantage", length)
+    advantages = iter(_one_per_token(advantage, "advantage", length))
     ratios: dict[str, float] = {}
     if clip_low is not None:
         ratios["clip_low_threshold"] = _ratio(clip_low, "clip_low", 0, 1)
     if clip_high is not None:
         ratios["clip_high_threshold"] = _ratio(clip_high, "clip_high", 1, math.inf)
-    token_ids: list[int] = []
-    per_token: dict[str, list[float]] = {name: [] for name in ("weights", "logprobs", "advantages", *ratios)}
-    start = 0  # of the span among all sampled tokens
-    for tokens, logprobs in spans:
-        token_ids += tokens
-        if logprobs is None:
-            for numbers in per_token.values():
-                numbers += [0.0] * len(tokens)
-            continue
-        per_token["weights"] += [1.0] * len(tokens)
-        per_token["logprobs"] += logprobs
-        per_token["advantages"] += advantages[start : start + len(tokens)]
-        for name, ratio in ratios.items():
-            per_token[name] += [ratio] * len(tokens)
-        start += len(tokens)
-    return _shifted(token_ids, per_token)
+    weights = [0.0 if logprobs is None else 1.0 for tokens, logprobs in spans for _ in tokens]
+    per_token = {
+        "weights": weights,
+        "logprobs": [number for tokens, logprobs in spans for number in logprobs or [0.0] * len(tokens)],
+        "advantages": [next(advantages) if weight else 0.0 for weight in weights],
+        **{name: [ratio * weight for weight in weights] for name, ratio in ratios.items()},
+    }
+    return _shifted([token for tokens, _ in spans for token in tokens], per_token)
 
 
 def _shifted(tokens: list[int], per_token: Mapping[str, list[float]]) -> Datum:
     """Return the datum of a sequence; a number of ``per_token`` is put at the position whose target is its token."""
     if len(tokens) < 2:
-        raise ValueError("there is one token in all, prompt and completion together; a datum needs at least two")
+        raise ValueError("prompt and completion have one token in all; a datum needs at least two")
     loss_inputs = {"target_tokens": _tensor("int64", tokens[1:])}
     loss_inputs |= {name: _tensor("float32", numbers[1:]) for name, numbers in per_token.items()}
     return {"input": {"token_ids": tokens[:-1]}, "loss_inputs": loss_inputs}
@@ -218,7 +211,7 @@ def _ratio(value: Any, where: str, low: float, high: float) -> float:
 def _numbers(values: Any, where: str, length: int | None = None, first: int = 0) -> list[float]:
     """Return plain floats; ``first`` is the position of the first one in the list that a message names."""
     numbers = _listed(values, where)
-    # Decided for the whole list, which is fast: a NaN or infinity stays in a sum. Otherwise, entry by entry.
+    # First check the whole list at once, which is fast: if one entry is not finite, their sum is not either.
     if not (set(map(type, numbers)) <= {float} and math.isfinite(sum(numbers))):
         numbers = [_number(value, f"{where}[{first + index}]") for index, value in enumerate(numbers)]
     if length is not None and len(numbers) != length:
@@ -248,7 +241,7 @@ def _number(value: Any, where: str) -> float:
 def _token_ids(values: Any, where: str) -> list[int]:
     tokens = _listed(values, where)
     if set(map(type, tokens)) <= {int} and min(tokens, default=0) >= 0 and max(tokens, default=0) < 2**63:
-        return tokens  # the whole list at once, which is fast
+        return tokens  # the whole list is checked at once first, which is fast
     return [_token_id(value, f"{where}[{index}]") for index, value in enumerate(tokens)]
 
 

@@ -1,4 +1,4 @@
-"""Many operations of a run: submitted one after the other, while threads fetch the results of those before."""
+"""Many operations of a run: submitted one after the other, while threads fetch the results of earlier ones."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def run_all(
     """Submit an operation for each payload, in order, and return the results in that order.
 
     ``on_result`` is called in this thread, with the index of the payload and its result, as each result arrives. An
-    error is raised when all results before it have arrived, with the ``index`` and the ``payload`` of its operation. A
-    sampler's operation that failed and may be repeated is repeated; one of the run is not, since others follow it.
+    error is raised when all results before it have arrived, with the ``index`` and the ``payload`` of its operation. If
+    a sampler's operation fails and may be repeated, it is. An operation of the run is not, because others follow it.
     """
     fetchers = _Fetchers(operations, on_result)
     try:
@@ -41,7 +41,7 @@ def run_all(
 
 
 class _Fetchers:
-    """Daemon threads that fetch results, so that one that still waits does not delay the end of the process."""
+    """Threads that fetch results. They are daemons, so that a wait does not delay the end of the process."""
 
     def __init__(self, operations: Operations, on_result: Callable[[int, dict[str, Any]], None] | None) -> None:
         self._operations = operations
@@ -49,12 +49,12 @@ class _Fetchers:
         self._hang_up = HangUp()
         self._submitted = 0
         self._accepted: SimpleQueue[tuple[int, PendingOperation, Mapping[str, Any]] | None] = SimpleQueue()
-        self._ended = 0  # operations whose result or error a thread has
+        self._ended = 0  # number of operations whose result or error is known
         self._arrived: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._outcomes: dict[int, Any] = {}  # results and errors, by index
 
     def submit(self, run_id: str, sampler_id: str | None, kind: str, payload: Mapping[str, Any]) -> None:
-        """Submit one operation, then hand over the results that have arrived."""
+        """Submit one operation, then pass on the results that have arrived."""
         try:
             operation = self._operations.submit(run_id, sampler_id, kind, payload, hang_up=self._hang_up)
         except WhitneyError as error:
@@ -77,13 +77,13 @@ class _Fetchers:
         return [self._outcomes[index] for index in range(self._submitted)]
 
     def end(self) -> None:
-        """End the threads. Nobody needs what they still wait for."""
+        """End the threads. Nobody needs the results that they still wait for."""
         self._hang_up()
         for _ in range(_MOST_THREADS):
             self._accepted.put(None)
 
     def _receive(self) -> None:
-        """Wait for one result or error, and hand it over."""
+        """Wait for one result or error. Keep it, and pass a result on to ``on_result``."""
         while True:
             try:
                 index, outcome = self._arrived.get(timeout=PATIENCE_S)
@@ -116,7 +116,7 @@ class _Fetchers:
             except OperationTimeout:
                 if self._ended == ended:
                     raise
-                # Operations before it have ended meanwhile, so its turn may have come only now: wait again.
+                # Earlier operations have ended meanwhile, so its turn may have come only now: wait again.
             except OperationFailed as error:
                 if not pauses_s:
                     raise

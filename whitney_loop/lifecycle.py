@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,18 +18,18 @@ from whitney_loop import wire
 from whitney_loop.client import WhitneyClient
 from whitney_loop.errors import RequestRejected, WhitneyError, log, redacted
 
-_LAST_TRY_S = 5.0  # for each request that still closes something after the user has said to stop waiting
+_LAST_TRY_S = 5.0  # for each request of a clean-up after the user has asked to stop waiting
 
 
 def training_session(
     client: WhitneyClient, *, provider: str, idempotency_key: str | None = None
 ) -> AbstractContextManager[str]:
-    """Open a session, give its id, and close it on every exit. Raise what ``create_session`` raises.
+    """Open a session, give its id, and close the session on every exit. Raise what ``create_session`` raises.
 
-    Save the ``idempotency_key`` (default: a new one) first and you can find the session after a crash: a second call
-    with the same key returns the same session.
+    To find the session after a crash, choose an ``idempotency_key`` and save it first: a second call with the same key
+    returns the same session.
     """
-    key = idempotency_key or str(uuid.uuid4())
+    key = idempotency_key or os.urandom(16).hex()
 
     def create(timeout_s: float | None, *, wait: bool) -> str:
         return client.create_session(provider, idempotency_key=key, timeout_s=timeout_s)
@@ -50,13 +49,12 @@ def lora_run(
     seed: int | None = None,
     resume_from: str | None = None,
 ) -> AbstractContextManager[str]:
-    """Start a LoRA run, give its id; finish it when the block ends, cancel it if the block raises.
+    """Start a LoRA run and give its id. Finish it when the block ends, cancel it if the block raises.
 
-    Either way it is polled until it is terminal. A run that the block itself finished or cancelled is left so. Saving
-    what should outlive the run (``save_state``, ``export_lora``) is up to the block. Raise what ``create_lora_run``
-    raises.
+    Then poll until the run is terminal. The block itself may finish or cancel the run. The block must save what should
+    outlive the run (``save_state``, ``export_lora``). Raise what ``create_lora_run`` raises.
     """
-    key = str(uuid.uuid4())
+    key = os.urandom(16).hex()
 
     def create(timeout_s: float | None, *, wait: bool) -> str:
         options: dict[str, Any] = {"rank": rank, "seed": seed, "resume_from": resume_from, "idempotency_key": key}
@@ -78,17 +76,17 @@ def lora_run(
 
 
 def close_everything(client: WhitneyClient, session_id: str) -> list[str]:
-    """Cancel the runs of a session, close it, and wait until they have ended. Return the ids of those that still ran.
+    """Cancel the runs of a session, close it, and wait until its runs have ended. Return the ids of those that ran.
 
-    If a run cannot be cancelled, the session is closed all the same; that cancels its runs too, also those with an
+    If a run cannot be cancelled, the session is closed all the same. That cancels its runs too, also those with an
     unusable id. Raise what closing and waiting raise.
     """
     runs = client.session(session_id).get(wire.RUN_LIST)
-    listed = [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
     open_runs = [
         run[wire.RUN_ID]
-        for run in listed
-        if wire.is_id(run.get(wire.RUN_ID)) and str(run.get(wire.STATUS)) not in wire.ENDED_RUN
+        for run in (runs if isinstance(runs, list) else [])
+        if isinstance(run, dict) and wire.is_id(run.get(wire.RUN_ID))
+        if str(run.get(wire.STATUS)) not in wire.ENDED_RUN
     ]
     for run_id in open_runs:
         try:
@@ -109,7 +107,7 @@ def close_command(client: WhitneyClient, session_id: str) -> str:
     """Return the shell command that closes a session and all that runs in it."""
     words = ["python", "-m", "whitney_loop", "close", session_id, "--base-url", client.base_url]
     words += [] if client.ca_file is None else ["--ca-file", client.ca_file]
-    return shlex.join(map(redacted, words))  # before they are quoted: quoting changes how a key looks
+    return shlex.join(map(redacted, words))  # redacted before they are quoted, because quoting changes a key
 
 
 @dataclass
@@ -118,10 +116,10 @@ class _Resource:
 
     client: WhitneyClient
     idempotency_key: str
-    create: Callable[..., str]  # takes seconds; a second call returns the id of what the first one made
+    create: Callable[..., str]  # takes a time limit; a second call returns the same id as the first one
     finish: Callable[[str], object]
-    give_up: Callable[[str, float | None], object]  # takes the id and seconds
-    session_id: str | None = None  # of a run: closing it ends the run too
+    give_up: Callable[[str, float | None], object]  # takes the id and a time limit
+    session_id: str | None = None  # the session of a run; closing it ends the run too
     id: str | None = None
 
     def end(self, timeout_s: float | None) -> None:
@@ -132,7 +130,7 @@ class _Resource:
     def __str__(self) -> str:
         kind = "run" if self.session_id else "session"
         if self.id is None:
-            return f"{kind} (its id did not come; Idempotency-Key {self.idempotency_key})"
+            return f"{kind} (its id did not arrive; Idempotency-Key {self.idempotency_key})"
         command = close_command(self.client, self.session_id or self.id)
         return f"{kind} {self.id} (to close {'its session' if self.session_id else 'it'}: {command})"
 
@@ -152,13 +150,13 @@ def _cleaned_up(resource: _Resource) -> Iterator[str]:
 
 
 def _clean_up(resource: _Resource, error: BaseException) -> None:
-    """End the resource because of ``error``. What goes wrong is logged, so that ``error`` is what the user sees."""
+    """End the resource because of ``error``. Log every problem, so that the user sees ``error``."""
     try:
         try:
             resource.end(_LAST_TRY_S if _has_stopped_waiting(error) else None)
-        except (KeyboardInterrupt, SystemExit):  # the user asks again: close a session quickly, and its runs with it
+        except (KeyboardInterrupt, SystemExit):  # the user asks again
             stop_waiting(error)
-            if resource.session_id:
+            if resource.session_id:  # a run: its session is closed next, and the run with it
                 raise
             resource.end(_LAST_TRY_S)
     except BaseException as problem:
@@ -171,12 +169,12 @@ def _may_have_been_made(error: BaseException) -> bool:
 
 
 def stop_waiting(error: BaseException) -> None:
-    """Give the blocks that ``error`` passes a few seconds each to clean up: the user has asked for the end again."""
-    # The error itself tells the blocks around this one, since they see nothing else of what happened here.
+    """Give each block that ``error`` passes only a few seconds to clean up: the user has asked for the end again."""
+    # The mark is on the error itself, because the blocks around this one see nothing else.
     error.__dict__["_whitney_stopped_waiting"] = True
 
 
 def _has_stopped_waiting(error: BaseException) -> bool:
-    """Return whether the user asked for the end twice: during a clean-up, or between the first time and a clean-up."""
+    """Return whether the user asked for the end twice: the second time during a clean-up, or just before it."""
     interrupted_again = isinstance(error, KeyboardInterrupt) and isinstance(error.__context__, KeyboardInterrupt)
     return interrupted_again or "_whitney_stopped_waiting" in error.__dict__

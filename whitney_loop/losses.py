@@ -1,7 +1,7 @@
 """The losses of each provider and the keys of their ``loss_config``: two tables, and two functions that check them.
 
-The tables are Whitney's documentation (page "Loop building blocks"); the capabilities endpoint has no list of losses.
-A check against them finds a mistake before anything is allocated. Tinker's config keys are this project's reading.
+The tables are from Whitney's documentation (page "Loop building blocks"); the capabilities endpoint has no list of
+losses. A check finds a mistake before anything is allocated. Tinker's config keys are this project's reading.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLOAT32_MAX = 3.4028234663852886e38  # also in payloads, so that functions of b
 def require_advertised_loss(
     provider: str, loss_function: str, support: Mapping[str, Collection[str]] = LOSS_SUPPORT
 ) -> None:
-    """Raise ValueError if Whitney does not forward this loss to this provider; the message lists those it forwards.
+    """Raise ValueError, with the losses that Whitney forwards to this provider, if this loss is not one of them.
 
     Call it before anything is allocated. Source: Whitney, "Requiring an advertised loss".
     """
@@ -65,10 +65,9 @@ def require_loss_config(provider: str, loss_function: str, loss_config: Mapping[
             remedy = ""
             if provider == "tinker" and key in _CLIP_KEYS:
                 remedy = ". Clip ranges are tensors of the datum there: rl_datum(…, clip_low=…, clip_high=…)"
-            raise ValueError(
-                f"loss_config.{key!s:.80} is no key of {loss_function} on {provider}; it takes "
-                f"{', '.join(sorted(allowed)) or 'no keys'}{remedy}"
-            )
+            known = ", ".join(sorted(allowed)) or "no keys"
+            message = f"loss_config.{key!s:.80} is no key of {loss_function} on {provider}; it takes {known}{remedy}"
+            raise ValueError(message)
         _require_config_value(key, value)
 
 

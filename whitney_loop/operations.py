@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,8 @@ from whitney_loop.errors import (
 from whitney_loop.transport import TIMEOUT, NotYet, Transport
 from whitney_loop.waiting import LONG_POLL_S, wait_until
 
-REPEAT_PAUSES_S = (1.0, 5.0, 25.0)  # before each repetition of an operation that failed: three, in half a minute
-_MOST_STRAYS = 2  # in a row: 404s and pages of a gateway that do not count as the end of an accepted operation
+REPEAT_PAUSES_S = (1.0, 5.0, 25.0)  # before the three repetitions of an operation that failed
+_MOST_STRAYS = 2  # stray answers in a row to the polls of one operation; the next one is believed
 # Answers to a poll that mean "not finished yet". A held poll may also end in 504 or a read timeout. The poll after it
 # is not held, and then both are errors.
 _NOT_YET = frozenset({408})
@@ -46,7 +46,7 @@ class PendingOperation:
     seq_id: int
     _operations: Operations = field(repr=False)
     _hang_up: HangUp | None = field(default=None, repr=False)  # of the operations that are awaited together
-    _state: dict[str, Any] = field(default_factory=dict, repr=False)  # the newest that is known
+    _state: dict[str, Any] = field(default_factory=dict, repr=False)  # the newest answer about it
     _is_polled_held: bool = field(default=True, repr=False)  # whether the service is asked to hold the next poll
     _strays: int = field(default=0, repr=False)
     _is_fetched: bool = field(default=False, repr=False)
@@ -67,17 +67,6 @@ class PendingOperation:
 
         Raise what ``run_operation`` raises. May be called again.
         """
-        self.fetch(timeout_s)
-        if self._state[wire.STATUS] != wire.SUCCEEDED:
-            raise failure(self.kind, self._state, **self._facts())
-        result = self._state.get(wire.RESULT)
-        if not isinstance(result, dict):
-            message = f"{self.kind}: {wire.RESULT} is {shortened(result)}, expected an object"
-            raise UnexpectedResponse(message, outcome="unknown", **self._facts())
-        return result
-
-    def fetch(self, timeout_s: float | None) -> None:
-        """Wait for the end, as ``result`` does, and keep the result."""
         with self._lock:  # one thread polls: by the second answer the service may have forgotten the result
             if not self._is_fetched:
                 self._state = wait_until(
@@ -92,6 +81,12 @@ class PendingOperation:
                 )
                 self._is_fetched = True
                 self._operations.count_end(self.kind, self._state[wire.STATUS])
+        if self._state[wire.STATUS] != wire.SUCCEEDED:
+            raise failure(self.kind, self._state, **self._facts())
+        result = self._state.get(wire.RESULT)
+        if not isinstance(result, dict):
+            raise self._unexpected(wire.RESULT, result, "an object")
+        return result
 
     def _poll(self, left_s: float) -> dict[str, Any] | None:
         operation_id, is_held = self._state[wire.OPERATION_ID], self._is_polled_held
@@ -117,21 +112,22 @@ class PendingOperation:
 
     def check(self, answer: dict[str, Any]) -> None:
         """Raise UnexpectedResponse if the answer is not an operation, or is not this one."""
-        facts = self._facts()
         found_id, status = answer.get(wire.OPERATION_ID), answer.get(wire.STATUS)
         if not wire.is_id(found_id):
-            message = f"{self.kind}: {wire.OPERATION_ID} is {shortened(found_id)} in the answer, not an id"
-            raise UnexpectedResponse(message, outcome="unknown", **facts)
+            raise self._unexpected(wire.OPERATION_ID, found_id, "an id")
         if not isinstance(status, str):
-            message = f"{self.kind}: {wire.STATUS} is {shortened(status)} in the answer, not a string"
-            raise UnexpectedResponse(message, outcome="unknown", **facts)
+            raise self._unexpected(wire.STATUS, status, "a string")
         own = {wire.RUN_ID: self.run_id, wire.SEQ_ID: self.seq_id, wire.KIND: self.kind}
         own[wire.OPERATION_ID] = self._state.get(wire.OPERATION_ID, found_id)
         for name, expected in own.items():
-            require_same(answer, name, expected, self.kind, **facts)
+            require_same(answer, name, expected, self.kind, **self._facts())
+
+    def _unexpected(self, name: str, found: object, expected: str) -> UnexpectedResponse:
+        message = f"{self.kind}: {name} is {shortened(found)}, expected {expected}"
+        return UnexpectedResponse(message, **self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        """Return what an error about this operation carries."""
+        """Return the attributes of an error about this operation."""
         return {"method": "POST", "path": self.path, "seq_id": self.seq_id}
 
 
@@ -142,19 +138,15 @@ class _Order:
     process: int = field(default_factory=os.getpid)  # a forked process does not see which seq_ids are taken later
     lock: threading.RLock = field(default_factory=threading.RLock)
     next_seq_id: int = 0  # 0: the service was not asked yet
-    # The newest operations. Weak: a result that nobody can ask for any more need not be fetched, nor kept.
-    recent: deque[weakref.ref[PendingOperation]] = field(default_factory=deque)
+    # By seq_id. Weak: a result that nobody can ask for any more need not be fetched, nor kept.
+    accepted: weakref.WeakValueDictionary[int, PendingOperation] = field(default_factory=weakref.WeakValueDictionary)
     newest_of_run: int = 0  # seq_id of the newest operation that is not a sampler's
     broken: str | None = None  # why no operation may follow
     lost: str | None = None  # kind of the operation that was sent as next_seq_id and may have been taken
 
 
 class Operations:
-    """The operations of all runs of one client.
-
-    ``accepted`` counts those that the service took, by kind; ``undone`` those of them that are known to have failed,
-    or to have been cancelled, without effect.
-    """
+    """The operations of all runs of one client, which documents the counters ``accepted`` and ``undone``."""
 
     def __init__(self, transport: Transport, *, timeout_s: float) -> None:
         self.transport = transport
@@ -165,14 +157,9 @@ class Operations:
         self._lock = threading.Lock()  # guards the counters and _orders
 
     def run(
-        self,
-        run_id: str,
-        sampler_id: str | None,
-        kind: str,
-        payload: Mapping[str, Any],
-        timeout_s: float | None = None,
+        self, run_id: str, sampler_id: str | None, kind: str, payload: Mapping[str, Any], timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Submit an operation and return its result. If it failed and may be repeated, it is: up to three times."""
+        """Submit an operation and return its result. Submit it again, up to three times, if it fails and may be."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         operation = self.submit(run_id, sampler_id, kind, payload, timeout_s)
         for pause_s in REPEAT_PAUSES_S:
@@ -191,10 +178,10 @@ class Operations:
         timeout_s: float | None = None,
         hang_up: HangUp | None = None,
     ) -> PendingOperation:
-        """Serialise the payload, then take the next seq_id, then send, under the run's lock.
+        """Serialise the payload, take the next seq_id and send, under the run's lock.
 
-        Raise RunBroken if the run's order is not known here, ValueError if the payload is no JSON, and what
-        ``Transport.exchange`` raises.
+        Raise RunBroken if the run's order is not known here, ValueError if the payload cannot be written as JSON, and
+        what ``Transport.exchange`` raises.
         """
         serialised = as_json(payload if sampler_id is None else wire.wire_request(payload), kind)
         with self._lock:
@@ -202,20 +189,20 @@ class Operations:
         if order.process != os.getpid():
             raise RunBroken(
                 f"{kind} is not sent: this process was forked from the one that operates {run_id}, and only that one "
-                "keeps its order. Open a run of its own here, or return the data to that process",
-                outcome="not_sent",
+                "keeps its order. Open a run of its own here, or return the data to that process"
             )
         with order.lock:
             if order.broken:
-                raise RunBroken(
-                    f"{kind} is not sent: {order.broken}. Until then only finish, cancel and close can follow",
-                    outcome="not_sent",
-                )
+                message = f"{kind} is not sent: {order.broken}. Only finish, cancel and close can follow"
+                raise RunBroken(message)
             if not order.next_seq_id:
                 order.next_seq_id = self._next_seq_id(run_id)
                 if order.next_seq_id != 1:
                     log(logging.WARNING, f"{run_id} was operated by another client before: a run has one client")
-            _fetch_expiring_results(order, timeout_s)
+            # The service drops the oldest result that it keeps when it accepts the next operation: fetch it before.
+            if expiring := order.accepted.get(order.next_seq_id - wire.RESULTS_KEPT):
+                with contextlib.suppress(WhitneyError):  # raised again for whoever asks for its result
+                    expiring.result(timeout_s)
             operation = PendingOperation(run_id, sampler_id, kind, order.next_seq_id, self, hang_up)
             if sampler_id is None:
                 order.newest_of_run = operation.seq_id
@@ -225,7 +212,7 @@ class Operations:
             except BaseException as error:  # a Ctrl-C too leaves the outcome unknown
                 self._note_loss(order, operation, error)
                 raise
-            order.recent.append(weakref.ref(operation))
+            order.accepted[operation.seq_id] = operation
         return operation
 
     def _send(self, operation: PendingOperation, payload: bytes, timeout_s: float | None) -> None:
@@ -237,22 +224,24 @@ class Operations:
         operation._state = answer
 
     def _accept(self, order: _Order, kind: str) -> None:
-        """Count an operation, and only then its seq_id: an interrupt in between must not hide it."""
+        """Count an operation, and only then its seq_id, so that an interrupt in between does not hide it."""
         with self._lock:
             self.accepted[kind] += 1
-        order.next_seq_id, order.lost = order.next_seq_id + 1, None
+        order.next_seq_id += 1
+        order.lost = None
 
     def _note_loss(self, order: _Order, operation: PendingOperation, error: BaseException) -> None:
         """Break the order, unless it is certain that the service did not take the operation."""
         if isinstance(error, WhitneyError) and error.code in wire.ORDER_LOST:
-            order.broken = f"the service lost step with this client at {operation}: {error.code}. A run has one client"
+            disagreement = f"service and client disagree about the order since {operation}: {error.code}"
+            order.broken = f"{disagreement}. A run has one client"
             return
         if isinstance(error, WhitneyError) and error.outcome in ("not_sent", "rejected"):
             return
-        order.broken = f"the outcome of {operation} is unknown (client.settle() asks for it)"
+        order.broken = f"the outcome of {operation} is unknown until client.settle() has asked for it"
         order.lost = operation.kind
         if isinstance(error, RequestRejected):
-            # A resend was refused. Did the service take what was sent before? If it does not say, it may have.
+            # A later attempt was refused. Ask whether an earlier one was taken; without an answer, it may have been.
             with contextlib.suppress(WhitneyError):
                 if self._next_seq_id(operation.run_id) == order.next_seq_id:
                     error.outcome, order.broken = "rejected", None
@@ -265,7 +254,7 @@ class Operations:
         pause_s: float,
         deadline: float | None = None,
     ) -> PendingOperation:
-        """Submit an operation that failed without effect again, as a new one, after a pause.
+        """Pause, then submit a failed operation again, as a new one.
 
         Raise its ``error`` if the service does not say that it may be repeated, if there is no time, or if a later
         operation of the run was submitted. A sampler's weights are frozen, so its operations have no order.
@@ -289,10 +278,10 @@ class Operations:
                 self.undone[kind] += 1
 
     def settle(self, timeout_s: float) -> None:
-        """Find out what became of the operations whose outcome is unknown, so that others can follow them.
+        """Ask which of the operations whose outcome is unknown were taken, so that others can follow them.
 
-        The service counts the operations that it took. If it has not taken a lost one, that one's seq_id is free for
-        the next operation; if the lost one arrives after that, the service refuses it, since the seq_id is taken.
+        If the service has not taken such an operation, its seq_id is free for the next one. If it arrives after that,
+        the service refuses it, because the seq_id is taken.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -317,28 +306,17 @@ class Operations:
         return seq_id
 
 
-def _fetch_expiring_results(order: _Order, timeout_s: float | None) -> None:
-    """Fetch the results that the service may drop when it accepts the next operation."""
-    while order.recent:
-        oldest = order.recent[0]()
-        if oldest is not None:
-            if oldest.seq_id > order.next_seq_id - wire.RESULTS_KEPT:
-                return
-            with contextlib.suppress(WhitneyError):  # whoever calls its result() gets the error
-                oldest.fetch(timeout_s)
-        order.recent.popleft()
-
-
 def _left_s(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0)
 
 
 def as_json(value: object, name: str) -> bytes:
-    """Return the JSON text. Raise ValueError if there is none."""
+    """Return the value as JSON. Raise ValueError, with the ``name`` of what it is for, if that is impossible."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: the payload is no JSON: {error}. check_payload says which entry it is") from None
+        message = f"{name}: the payload cannot be written as JSON: {error}. check_payload says which entry it is"
+        raise ValueError(message) from None
 
 
 def require_same(answer: dict[str, Any], field_name: str, expected: object, name: str, **facts: Any) -> None:
@@ -346,21 +324,14 @@ def require_same(answer: dict[str, Any], field_name: str, expected: object, name
     found = answer.get(field_name, expected)
     if type(found) is not type(expected) or found != expected:
         message = f"{name}: {field_name} is {shortened(found)} in the answer, expected {expected!r}"
-        raise UnexpectedResponse(message, outcome="unknown", **facts)
+        raise UnexpectedResponse(message, **facts)
 
 
 def failure(name: str, answer: dict[str, Any], **facts: Any) -> OperationFailed:
     """Return the error that says why an operation, or a run, has not succeeded."""
-    error = answer.get(wire.ERROR)
-    error = error if isinstance(error, dict) else {}
-    code, message = error.get(wire.ERROR_CODE), error.get(wire.ERROR_MESSAGE)
-    return OperationFailed(
-        f"{name} {answer[wire.STATUS]}: {message or 'the service gives no reason'}",
-        outcome="failed",
-        code=code if isinstance(code, str) else None,
-        retryable=error.get(wire.ERROR_RETRYABLE) is True,
-        **facts,
-    )
+    message, code, retryable = wire.error_of(answer)
+    text = f"{name} {answer[wire.STATUS]}: {message or 'the service gives no reason'}"
+    return OperationFailed(text, code=code, retryable=retryable, **facts)
 
 
 def _may_be_stray(error: WhitneyError) -> bool:

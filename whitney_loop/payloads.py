@@ -1,7 +1,7 @@
 """The payloads of operations: functions that build them, and functions that check them before they are sent.
 
-The embedded service uses the same ``check_…`` functions, so it does not refuse the form of a payload that passes here.
-Every message starts with the path of the mistake: ``data[3].loss_inputs.logprobs.values[17]``.
+The embedded service calls the same ``check_…`` functions, so it accepts the form of a payload that passes here. Every
+message starts with the path of the mistake: ``data[3].loss_inputs.logprobs.values[17]``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REQUIRED_LOSS_INPUTS: dict[str, frozenset[str]] = {
 _CLIP_TENSORS = frozenset({"clip_low_threshold", "clip_high_threshold"})
 _KNOWN_TENSORS = frozenset().union(*REQUIRED_LOSS_INPUTS.values()) | _CLIP_TENSORS
 _NO_EPSILON = "thresholds are ratios around 1, not epsilons (for an epsilon of 0.2: clip_low 0.8, clip_high 1.2)"
-_WEIGHTED_RANGES = {  # of a tensor's numbers at weights other than 0: lowest, highest, and what to say of others
+_WEIGHTED_RANGES = {  # lowest and highest number of a tensor at weights other than 0, and the message about others
     "logprobs": (-math.inf, 1e-3, "but a logprob is at most 0, or 1e-3 by rounding: is its sign flipped?"),
     "clip_low_threshold": (0.0, 1.0, f"expected 0…1: {_NO_EPSILON}"),
     "clip_high_threshold": (1.0, math.inf, f"expected at least 1: {_NO_EPSILON}"),
@@ -53,7 +53,7 @@ _OPTIMIZER_RANGES = {
 def forward_backward_payload(
     data: Sequence[Mapping[str, Any]], loss_function: str, loss_config: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """Return a ForwardPayload ``{data, loss_function, loss_config}``. It is not checked: see ``check_payload``.
+    """Return a ForwardPayload ``{data, loss_function, loss_config}``. Datums are not checked: see ``check_payload``.
 
     Raise ValueError if ``data`` is empty or not a list, or ``loss_config`` is not an object.
     Source: Whitney, "Building a forward payload".
@@ -123,7 +123,7 @@ def sample_request(
 def logprobs_request(token_ids: Sequence[int]) -> dict[str, Any]:
     """Return the payload of ``logprobs``. The result has one logprob per token, the first None.
 
-    Raise ValueError if there is no token, or one is not an integer ≥ 0.
+    Raise ValueError if there is no token, or if one is not an integer ≥ 0.
     """
     request = {"input": {"token_ids": _plain_list(token_ids)}}
     check_logprobs_request(request)
@@ -154,10 +154,10 @@ def check_payload(payload: object, provider: str, *, kind: str = "forward_backwa
 def check_sample_request(request: object, *, in_file: bool = False) -> None:
     """Raise ValueError if the payload of a ``sample`` breaks the ranges of ``sample_request``.
 
-    ``in_file``: it may have ``metadata`` beside the payload's fields, an object that is never sent.
+    ``in_file``: it may also have ``metadata``, an object that is never sent.
     """
-    beside = ("metadata",) if in_file else ()
-    request = _require_object(request, "request", ("prompt", "num_samples", "sampling_params"), beside)
+    also = ("metadata",) if in_file else ()
+    request = _require_object(request, "request", ("prompt", "num_samples", "sampling_params"), also)
     if not isinstance(request.get("metadata", {}), dict):
         raise ValueError(f"metadata is {_show(request['metadata'])}, expected an object")
     _check_token_ids(_require_object(request["prompt"], "prompt", ("token_ids",))["token_ids"], "prompt.token_ids")
@@ -214,7 +214,7 @@ def _check_datum(datum: object, where: str, loss_function: str, required: frozen
             continue
         numbers = tensors[name]["values"]
         if max(numbers) <= high and (low == -math.inf or low <= min(numbers)):
-            continue  # the whole list at once, which is fast
+            continue  # the whole list is checked at once first, which is fast
         for index, (number, weight) in enumerate(zip(numbers, weights, strict=True)):
             if weight != 0 and not low <= number <= high:
                 raise ValueError(f"{inputs}.{name}.values[{index}] is {number!r}, {message}")
@@ -239,8 +239,8 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
     if dtype == "int64":
         _check_token_ids(numbers, f"{where}.values")
         return
-    # Decided for the whole list, which is fast: no entry is larger than the root of the sum of squares, and a NaN is
-    # not below any bound. Otherwise, entry by entry.
+    # First check the whole list at once, which is fast: no entry is larger than the root of the sum of squares, which
+    # is NaN if one entry is.
     if set(map(type, numbers)) <= {float} and math.hypot(*numbers) <= _FLOAT32_MAX:
         return
     for index, number in enumerate(numbers):
@@ -249,7 +249,7 @@ def _check_tensor(value: object, where: str, dtype: str, length: int) -> None:
 
 def _check_token_ids(token_ids: object, where: str) -> None:
     token_ids = _require_list(token_ids, where, "token id")
-    # Decided for the whole list, which is fast. Otherwise, entry by entry.
+    # First check the whole list at once, which is fast.
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= _INT64_MAX:
         return
     for index, token in enumerate(token_ids):
@@ -272,9 +272,9 @@ def _require_object(
     return value
 
 
-def _require_list(value: object, where: str, what: str) -> list[Any]:
+def _require_list(value: object, where: str, entry: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where} is {_show(value)}, expected a list of at least one {what}")
+        raise ValueError(f"{where} is {_show(value)}, expected a list of at least one {entry}")
     return value
 
 
@@ -299,17 +299,14 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_list(values: Any) -> Any:
-    """Return a list of such numbers from a sequence, range or array."""
+    """Return a list of such numbers from a sequence, range or array, and anything else unchanged."""
     values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Iterable):
-        return values
-    listed = list(values)
-    return listed if set(map(type, listed)) <= {int} else [_plain(value) for value in listed]
+    return [_plain(value) for value in values] if isinstance(values, Iterable) else values
 
 
 def _show(value: object) -> str:
     """Return a short description of the value."""
-    if isinstance(value, int) and value.bit_length() > 64:  # Python does not print one of thousands of digits
+    if isinstance(value, int) and value.bit_length() > 64:  # Python does not print thousands of digits
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (dict, list)) and value:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"

@@ -1,4 +1,4 @@
-"""Results that a loop builds on: read, and checked before anything is made of them."""
+"""The results that a loop builds on: read and checked."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from whitney_loop.errors import UnexpectedResponse, shortened
 
 
 def result_sampler_id(result: Mapping[str, Any]) -> str:
-    """Return the ``sampler_id`` in the result of ``save_weights_for_sampler``. UnexpectedResponse if there is none."""
+    """Return the ``sampler_id`` of a ``save_weights_for_sampler`` result. Raise UnexpectedResponse without one."""
     sampler_id = result.get(wire.SAMPLER_ID) if isinstance(result, Mapping) else None
     if not wire.is_id(sampler_id):
-        raise UnexpectedResponse(
-            f"save_weights_for_sampler: result.sampler_id is {shortened(sampler_id)}, expected an id",
-            outcome="unknown",
-        )
+        message = f"save_weights_for_sampler: result.sampler_id is {shortened(sampler_id)}, expected an id"
+        raise UnexpectedResponse(message)
     return sampler_id
 
 
 def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the ``sequences`` in the result of ``sample``: each has ``tokens``, and as many finite ``logprobs``.
 
-    Raise UnexpectedResponse that names the field if one does not: such a completion cannot be trained on.
+    Raise UnexpectedResponse, with the field, if one does not: such a completion cannot be trained on.
     """
     sequences = result.get(wire.SEQUENCES) if isinstance(result, Mapping) else None
     if not isinstance(sequences, list) or not sequences:
@@ -38,7 +36,7 @@ def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise _bad_sample(f"{where}.tokens", tokens, "a list of token ids")
         if not isinstance(logprobs, list):
             raise _bad_sample(f"{where}.logprobs", logprobs, "a list of finite numbers, one per token")
-        # Decided for the whole list, which is fast: a NaN or infinity stays in a sum. Otherwise, entry by entry.
+        # First check the whole list at once, which is fast: if one entry is not finite, their sum is not either.
         if not (set(map(type, logprobs)) <= {float} and math.isfinite(sum(logprobs))):
             for position, logprob in enumerate(logprobs):
                 if not _is_finite(logprob):
@@ -51,7 +49,7 @@ def result_sequences(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _bad_sample(where: str, found: object, expected: str) -> UnexpectedResponse:
-    return UnexpectedResponse(f"sample: result.{where} is {shortened(found)}, expected {expected}", outcome="unknown")
+    return UnexpectedResponse(f"sample: result.{where} is {shortened(found)}, expected {expected}")
 
 
 def _is_finite(value: object) -> bool:

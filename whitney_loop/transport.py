@@ -1,7 +1,7 @@
 """One exchange with the service: where it may go, when the request is sent again, and when that ends.
 
-Every request of this package may be sent twice without harm (a GET, an Idempotency-Key, a ``seq_id``), so each
-retry sends the same bytes. Retrying is limited by time, not by count.
+Every request of this package may be sent twice without harm: it is a GET, or has an Idempotency-Key or a ``seq_id``, or
+asks for an end. So each retry sends the same bytes. Retries are limited by time, not by count.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from whitney_loop import wire
-from whitney_loop.connections import (
-    Answer,
-    AnswerTooLarge,
-    Connections,
-    HangUp,
-    KeptConnectionLost,
-    NotConnected,
-    NotTrusted,
-)
+from whitney_loop.connections import Answer, Connections, HangUp, KeptConnectionLost, NotConnected
 from whitney_loop.errors import (
     ConfigurationError,
     Outcome,
@@ -48,7 +40,7 @@ from whitney_loop.version import __version__
 TIMEOUT = "timeout"  # stands for a status: the answer did not come in time
 _NOT_TAKEN = frozenset({408, 425, 429})  # the service says that it did not take the request
 _NEVER_SERVED = frozenset({501, 505})  # asking again cannot help
-_CONFLICT = 409  # is never sent again, whatever the service says
+_CONFLICT = 409  # asking again cannot help, even if the service says so
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 20.0
 _LEAST_TIMEOUT_S = 0.001  # a socket takes 0 for "do not wait"
@@ -58,7 +50,7 @@ _SHOWN_CHARACTERS = 200  # of a body that is not JSON
 
 
 class NotYet(Exception):
-    """The answer is one that the caller reads as "not finished yet"."""
+    """The answer means "not finished yet" to the caller."""
 
 
 class Transport:
@@ -84,13 +76,14 @@ class Transport:
         }
         is_loopback = _is_loopback(urllib.parse.urlsplit(self.base_url).hostname or "")
         if api_key:
-            self._headers["Authorization"] = f"Bearer {_checked_key(api_key)}"
+            if not re.fullmatch(r"[!-~]+", api_key):
+                message = "the API key holds a space, a line break or a character outside ASCII; copy it again"
+                raise ConfigurationError(message)
+            self._headers["Authorization"] = f"Bearer {api_key}"
             keep_out_of_errors(api_key)
         elif not is_loopback:
-            raise ConfigurationError(
-                f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address needs none)",
-                outcome="not_sent",
-            )
+            message = f"no API key for {self.base_url}: set WHITNEY_API_KEY (only a loopback address needs none)"
+            raise ConfigurationError(message)
         self._timeout_s = timeout_s
         self._exchange_timeout_s = exchange_timeout_s
         self._connections = Connections(self.base_url, ca_file=ca_file, direct=is_loopback)
@@ -111,9 +104,10 @@ class Transport:
         """Send a request and return the JSON object of its answer, without any API key. ``body`` is given in parts.
 
         The request is sent again after a failed connection, after a status that may pass, and if the service's error
-        says ``retryable``, for ``timeout_s`` seconds, or _FIRST_CONTACT_S if there never was a connection. Raise NotYet
-        for a status in ``not_yet`` (TIMEOUT is one); RequestRejected; UnexpectedResponse; ConfigurationError if the
-        certificate is not trusted; ServiceUnavailable when the time is up; HungUp.
+        says ``retryable``, for ``timeout_s`` seconds, or _FIRST_CONTACT_S if there never was a connection.
+
+        Raise NotYet for a status in ``not_yet``, which may hold TIMEOUT too; RequestRejected; UnexpectedResponse;
+        ConfigurationError if the certificate is not trusted; ServiceUnavailable when the time is up; HungUp.
         """
         started = time.monotonic()
         deadline = started + (self._timeout_s if timeout_s is None else timeout_s)
@@ -125,7 +119,7 @@ class Transport:
             attempt_s = min(self._exchange_timeout_s, max(deadline - time.monotonic(), _LEAST_TIMEOUT_S))
             options: dict[str, Any] = {"new_connection": new_connection, "hang_up": hang_up}
             try:
-                return self._read(self._ask(facts, method, path, body, headers, attempt_s, **options), facts)
+                return self._read(self._ask(method, path, body, headers, attempt_s, **options), path)
             except KeptConnectionLost:
                 new_connection = may_have_arrived = True
             except _Trouble as trouble:
@@ -138,86 +132,75 @@ class Transport:
                     trouble.outcome = "unknown"
                 self._pause_or_give_up(trouble, deadline, facts)
             except WhitneyError as error:
+                error.add(**facts)
                 if may_have_arrived:  # an earlier attempt may have been executed, whatever this answer says
                     error.outcome = "unknown"
                 raise
 
     def poll(self, path: str, left_s: float, **options: Any) -> dict[str, Any]:
-        """GET a state that ``wait_until`` waits for. Trouble is ridden out for as long as that would wait."""
+        """GET a state that ``wait_until`` waits for. Retry as long as that would wait."""
         return self.exchange("GET", path, timeout_s=left_s or _LAST_POLL_S, **options)
 
     def close(self) -> None:
         self._connections.close()
 
-    def _ask(self, facts: dict[str, Any], *request: Any, **options: Any) -> Answer:
-        # No error is chained to its cause: that may show the key, if a server echoes it in place of HTTP.
+    def _ask(self, *request: Any, **options: Any) -> Answer:
+        # No error shows its cause, which holds the key if a server echoes it in place of HTTP.
         try:
             return self._connections.ask(*request, **options)
-        except NotTrusted as error:
-            raise ConfigurationError(
-                f"the certificate of {self.base_url} is not trusted: {error}. If you run the authority that signed it, "
-                "name the authority's certificate with ca_file (--ca-file)",
-                outcome="not_sent",
-                **facts,
-            ) from None
         except NotConnected as error:
             raise _Trouble(str(error), "not_sent") from None
-        except AnswerTooLarge as error:
-            raise UnexpectedResponse(str(error), outcome="unknown", **facts) from None
         except (OSError, http.client.HTTPException) as error:
             status = TIMEOUT if isinstance(error, TimeoutError) else None
             raise _Trouble(f"{type(error).__name__}: {error}", "unknown", status) from None
 
-    def _read(self, answer: Answer, facts: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, answer: Answer, path: str) -> dict[str, Any]:
         """Return the answer's object. Raise _Trouble if the request may be sent again, a WhitneyError if not."""
         status = answer.status
         if not 200 <= status < 300:
-            raise self._refusal(answer, facts)
-        facts = {**facts, "status": status}
+            raise self._refusal(answer, path)
         try:
             parsed = _json_object(answer.body)
         except (ValueError, RecursionError) as error:
             message = f"the service answered {status} with JSON that Python cannot read: {error}"
-            raise UnexpectedResponse(message, outcome="unknown", **facts) from None
+            raise UnexpectedResponse(message, status=status) from None
         if parsed is not None:
             return parsed
-        message = f"answered {status} with a body that is no JSON object: {_beginning(answer)}"
-        if answer.body.strip()[:1] in (b"", b"{"):  # cut short on its way
+        message = f"answered {status} with a body that is not a JSON object: {_beginning(answer)}"
+        if answer.body.strip()[:1] in (b"", b"{"):  # truncated on its way
             raise _Trouble(message, "unknown", status)
         message = f"the service {message}. Is {self.base_url} the API itself?"
-        raise UnexpectedResponse(message, outcome="unknown", **facts)
+        raise UnexpectedResponse(message, status=status)
 
-    def _refusal(self, answer: Answer, facts: dict[str, Any]) -> Exception:
-        """Return the error for an answer whose status is not one of success."""
+    def _refusal(self, answer: Answer, path: str) -> Exception:
+        """Return the error for an answer whose status is not 2xx."""
         status = answer.status
         try:
             body = _json_object(answer.body) or {}
         except (ValueError, RecursionError):  # shown like a body that is not JSON
             body = {}
-        error = body.get(wire.ERROR)
-        error = error if isinstance(error, dict) else {}
-        said, code, request_id = error.get(wire.ERROR_MESSAGE), error.get(wire.ERROR_CODE), body.get(wire.REQUEST_ID)
-        said = said if isinstance(said, str) else f"no JSON error: {_beginning(answer)}"
+        message, code, retryable = wire.error_of(body)
+        said = message or f"no JSON error message: {_beginning(answer)}"
         if status == 404 and self.base_url.endswith("/v1"):
-            said += f" (at {self.base_url}{facts['path']}: give the base URL without /v1, with which every path begins)"
-        code = code if isinstance(code, str) else None
+            said += f" (at {self.base_url}{path}: give the base URL without /v1, with which every path begins)"
+        request_id = body.get(wire.REQUEST_ID)
         request_id = request_id if isinstance(request_id, str) else None
-        if _may_pass(status, retryable=error.get(wire.ERROR_RETRYABLE) is True):
+        if _may_pass(status, retryable=retryable):
             outcome: Outcome = "unknown" if status >= 500 else "rejected"
             pause_s = _retry_after_s(answer.headers)
             return _Trouble(f"answered {status}: {said}", outcome, status, pause_s, code=code, request_id=request_id)
-        facts = {**facts, "status": status, "code": code, "request_id": request_id}
-        if status < 300:  # 101, for which nobody asked
-            return UnexpectedResponse(f"the service answered {status}: {said}", outcome="unknown", **facts)
+        facts: dict[str, Any] = {"status": status, "code": code, "request_id": request_id}
+        if status < 300:  # 101 (Switching Protocols), which was not asked for
+            return UnexpectedResponse(f"the service answered {status}: {said}", **facts)
         if status < 400:
             said = "a redirect, which is refused: it could carry the key elsewhere. Give the final base URL"
         if status >= 500:
-            return ServiceUnavailable(f"the service answered {status}: {said}", outcome="unknown", **facts)
-        return RequestRejected(f"the service refused: {said}", outcome="rejected", **facts)
+            return ServiceUnavailable(f"the service answered {status}: {said}", **facts)
+        return RequestRejected(f"the service refused: {said}", **facts)
 
     def _pause_or_give_up(self, trouble: _Trouble, deadline: float, facts: dict[str, Any]) -> None:
         now = time.monotonic()
-        left_s, asked_s = deadline - now, trouble.retry_after_s or 0
+        left_s, asked_s = deadline - now, trouble.retry_after_s
         pause_s = max(asked_s, _backoff_s(facts["attempts"]))
         if pause_s < left_s:
             if now >= self._quiet_until:  # threads that wait for results meet the same trouble at the same time
@@ -228,7 +211,7 @@ class Transport:
             return
         if self._connections.ever_connected:
             asked = f"; it asks to wait {asked_s:.0f} s, and {max(left_s, 0):.0f} s are left" if asked_s else ""
-            found = f"no usable answer from {self.base_url} in the time there was; last: {trouble}{asked}"
+            found = f"no usable answer from {self.base_url} within the time limit; last: {trouble}{asked}"
         else:
             found = (
                 f"no connection to {self.base_url}: {trouble}. Check the base URL's host and port, the network and its "
@@ -239,14 +222,14 @@ class Transport:
 
 
 class _Trouble(Exception):
-    """An attempt that failed, after which the request may be sent again. ``facts`` are those of the answer, if any."""
+    """A failed attempt, after which the request may be sent again. ``facts`` are attributes of the error, if any."""
 
     def __init__(
         self,
         message: str,
         outcome: Outcome,
         status: int | str | None = None,
-        retry_after_s: float | None = None,
+        retry_after_s: float = 0,
         **facts: Any,
     ) -> None:
         super().__init__(redacted(message))
@@ -257,7 +240,7 @@ class _Trouble(Exception):
 
 
 def _may_pass(status: int, *, retryable: bool) -> bool:
-    """Return whether the same request may succeed later; ``retryable`` is the word of the service's error."""
+    """Return whether the same request may succeed later. ``retryable``: the service says so."""
     if status in _NOT_TAKEN or (status >= 500 and status not in _NEVER_SERVED):
         return True
     return retryable and status >= 400 and status != _CONFLICT
@@ -271,9 +254,10 @@ def _beginning(answer: Answer) -> str:
 
 
 def _json_object(raw: bytes) -> dict[str, Any] | None:
-    """Return the object; None if it is anything else. Raise ValueError or RecursionError beyond Python's limits.
+    """Return the JSON object, redacted, or None if the text is anything else.
 
-    Answers are redacted here, as they come in, so that nothing that is made of them later can show the key.
+    Raise ValueError or RecursionError if an integer is too long, or the nesting too deep, for Python. Answers are
+    redacted here, on arrival, so that nothing made from them can show the key.
     """
     try:
         parsed = json.loads(raw)
@@ -287,18 +271,17 @@ def _backoff_s(attempts: int) -> float:
     return random.uniform(0, min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(attempts, 16)))
 
 
-def _retry_after_s(headers: email.message.Message) -> float | None:
-    """Return the seconds to wait from either form of Retry-After; None for nonsense, 0, and a date that has passed."""
+def _retry_after_s(headers: email.message.Message) -> float:
+    """Return the seconds to wait, from either form of Retry-After. Return 0 for nonsense, or a date that has passed."""
     value = (headers.get("Retry-After") or "").strip()
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
-        return float(value) or None  # hundreds of digits give infinity, which is beyond any budget
+        return float(value)  # hundreds of digits give infinity, which is beyond any time limit
     until = _date(value)
     if until is None:
-        return None
-    # By the service's own clock if it tells the time: this machine's may be wrong.
+        return 0
+    # Prefer the service's own clock: this machine's may be wrong.
     now = _date(headers.get("Date")) or datetime.datetime.now(datetime.timezone.utc)
-    seconds = (until - now).total_seconds()
-    return seconds if seconds > 0 else None
+    return max((until - now).total_seconds(), 0)
 
 
 def _date(value: str | None) -> datetime.datetime | None:
@@ -330,17 +313,8 @@ def _checked_base_url(base_url: str) -> str:
     if problem:
         # Only scheme and host are shown: the rest may hold a password.
         shown = f"{parts.scheme}://{host}" if host else "given"
-        raise ConfigurationError(f"base URL {shown} cannot be used: {problem}", outcome="not_sent")
+        raise ConfigurationError(f"base URL {shown} cannot be used: {problem}")
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
-
-
-def _checked_key(api_key: str) -> str:
-    if not re.fullmatch(r"[!-~]+", api_key):
-        raise ConfigurationError(
-            "the API key holds a space, a line break or a character outside ASCII; copy it again",
-            outcome="not_sent",
-        )
-    return api_key
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""The wait for a status: of an operation, a run or a session, whether or not the service holds its answers."""
+"""The wait for a status of an operation, a run or a session, whether or not the service holds its answers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def wait_until(
     is_logged: bool = True,
     **facts: Any,
 ) -> dict[str, Any]:
-    """Poll until ``is_reached(status)``; return that state. Raise OperationTimeout if it takes over ``timeout_s``.
+    """Poll until ``is_reached(status)``, and return that state. Raise OperationTimeout after ``timeout_s``.
 
     ``poll`` takes the seconds that are left and returns the state, or None if it is not known yet. The last poll comes
     after the deadline, with 0 seconds left: this process may have been stopped (Ctrl-Z, a paused container) while the
-    service went on. ``expected`` names the status in the message, and ``facts`` are those of the error.
+    service went on. ``expected`` names the status in the error's message; ``facts`` are the error's attributes.
     """
     started = last_logged = time.monotonic()
     deadline = started + timeout_s
@@ -41,7 +41,7 @@ def wait_until(
         found = shortened(state.get(wire.STATUS))
         if is_last:
             message = f"{name} is {found} after {asked - started:.0f} s, not {expected}"
-            raise OperationTimeout(message, outcome="unknown", **facts)
+            raise OperationTimeout(message, **facts)
         if is_logged and asked - last_logged > PATIENCE_S:
             last_logged = asked
             log(logging.WARNING, f"{name} is {found} for {asked - started:.0f} s")
@@ -50,9 +50,10 @@ def wait_until(
             state = poll(max(deadline - asked, 0)) or state
         except ServiceUnavailable:
             if is_last or time.monotonic() < deadline:
-                raise
+                raise  # otherwise the deadline passed during this poll: there is a last one
         answered = time.monotonic()
-        if answered - asked < LONG_POLL_S / 2 and not is_reached(str(state.get(wire.STATUS))):  # it was not held
+        was_held = answered - asked >= LONG_POLL_S / 2
+        if not was_held and not is_reached(str(state.get(wire.STATUS))):
             time.sleep(min(pause_s, max(deadline - answered, 0)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return state

@@ -1,7 +1,7 @@
 """The wire in one place: the contract's paths, statuses and codes, and the field names that the client reads or writes.
 
-[doc]: Whitney's documentation says so. [ours]: this project's reading; if your deployment differs, edit it here. What a
-payload or a result holds (``data``, ``loss``, ``state_id`` …) belongs to the helpers and the loops that use it.
+[doc]: Whitney's documentation says so. [ours]: this project's reading; if your deployment differs, edit it here. The
+fields of payloads and results, such as ``data``, ``loss`` and ``state_id``, stand in the code that uses them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SEQUENCES = "sequences"  # [doc], and so are the two below
 TOKENS = "tokens"
 LOGPROBS = "logprobs"
 
-METADATA = "metadata"  # of a request in a prompt file, such as its answer: for the user's functions, never sent
+METADATA = "metadata"  # in a request of a prompt file, such as its right answer: for the user's functions, never sent
 
 # Fields of errors [ours]
 ERROR = "error"
@@ -81,13 +81,25 @@ def path(template: str, **ids: str) -> str:
     return template.format(**{name: urllib.parse.quote(value, safe="") for name, value in ids.items()})
 
 
+def error_of(answer: Mapping[str, Any]) -> tuple[str | None, str | None, bool]:
+    """Return message, code and ``retryable`` of the error in an answer. A message or code that is no string is None."""
+    error = answer.get(ERROR)
+    error = error if isinstance(error, dict) else {}
+    message, code = error.get(ERROR_MESSAGE), error.get(ERROR_CODE)
+    return (
+        message if isinstance(message, str) else None,
+        code if isinstance(code, str) else None,
+        error.get(ERROR_RETRYABLE) is True,
+    )
+
+
 def wire_request(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the payload of a ``sample`` as it is sent: without ``metadata``. What is no dict the service rejects."""
+    """Return a sampler's payload without ``metadata``. Return anything but a dict unchanged: the service rejects it."""
     if not isinstance(request, dict):
         return request
     return {name: value for name, value in request.items() if name != METADATA}
 
 
 def is_id(value: object) -> TypeGuard[str]:
-    """Return whether the value can stand as an id in a path and in a message."""
+    """Return whether the value can be an id: it is safe in a path and in a message."""
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_ID and value.isprintable()
