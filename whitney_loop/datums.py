@@ -155,20 +155,28 @@ def _policy_datum(
 ) -> Datum:
     """Return a datum of the importance_sampling family; its tensors are 0 at tokens that were not sampled."""
     length = sum(len(tokens) for tokens, logprobs in spans if logprobs is not None)
-    advantages = iter(_one_per_token(advantage, "advantage", length))
+    advantages = _one_per_token(advantage, "advantage", length)
     ratios: dict[str, float] = {}
     if clip_low is not None:
         ratios["clip_low_threshold"] = _ratio(clip_low, "clip_low", 0, 1)
     if clip_high is not None:
         ratios["clip_high_threshold"] = _ratio(clip_high, "clip_high", 1, math.inf)
-    weights = [0.0 if logprobs is None else 1.0 for tokens, logprobs in spans for _ in tokens]
-    per_token = {
-        "weights": weights,
-        "logprobs": [number for tokens, logprobs in spans for number in logprobs or [0.0] * len(tokens)],
-        "advantages": [next(advantages) if weight else 0.0 for weight in weights],
-        **{name: [ratio * weight for weight in weights] for name, ratio in ratios.items()},
-    }
-    return _shifted([token for tokens, _ in spans for token in tokens], per_token)
+    token_ids: list[int] = []
+    per_token: dict[str, list[float]] = {name: [] for name in ("weights", "logprobs", "advantages", *ratios)}
+    start = 0  # of the span among all sampled tokens
+    for tokens, logprobs in spans:
+        token_ids += tokens
+        if logprobs is None:
+            for numbers in per_token.values():
+                numbers += [0.0] * len(tokens)
+            continue
+        per_token["weights"] += [1.0] * len(tokens)
+        per_token["logprobs"] += logprobs
+        per_token["advantages"] += advantages[start : start + len(tokens)]
+        for name, ratio in ratios.items():
+            per_token[name] += [ratio] * len(tokens)
+        start += len(tokens)
+    return _shifted(token_ids, per_token)
 
 
 def _shifted(tokens: list[int], per_token: Mapping[str, list[float]]) -> Datum:
