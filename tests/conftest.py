@@ -6,6 +6,7 @@ pytest reads options only from a conftest that it finds before it collects, so t
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "interrupt_at" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_that_nohup_or_a_shell_ignores() -> None:
+    """Give them their usual handlers: a loop leaves alone what is ignored, and the tests send it such signals."""
+    usual = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGHUP": signal.SIG_DFL}
+    for name, handler in usual.items():
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
+            signal.signal(getattr(signal, name), handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
