@@ -1,15 +1,21 @@
 """Put into wheel and sdist what git tracks, and nothing else; in the wheel the examples are part of the package.
 
+A package index shows the README without its relative links, which lead nowhere there.
+
 Without git, as when a wheel is built from the sdist, every file that is here counts as tracked.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)[^)]+\)")
 
 
 class BuildHook(BuildHookInterface):
@@ -21,6 +27,12 @@ class BuildHook(BuildHookInterface):
                 build_data["force_include"][file] = file
             elif file.startswith("examples/"):
                 build_data["force_include"][file] = f"whitney_loop/{file}"
+
+
+class MetadataHook(MetadataHookInterface):
+    def update(self, metadata: dict[str, Any]) -> None:
+        readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {"content-type": "text/markdown", "text": RELATIVE_LINK.sub(r"\1", readme)}
 
 
 def project_files(root: Path) -> list[str]:

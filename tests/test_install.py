@@ -79,6 +79,14 @@ def test_the_wheel_holds_the_package_and_the_examples_as_git_tracks_them_and_not
     assert files_of(wheel) == package | examples
 
 
+def test_a_package_index_shows_the_readme_without_links_that_lead_nowhere_there(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        shown = archive.read(metadata).decode()
+    assert "[`whitney_loop/CONTRACT.md`](" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "`whitney_loop/CONTRACT.md` marks which is which" in shown and "](" not in shown
+
+
 def test_the_sdist_holds_all_that_git_tracks_and_gives_the_same_wheel(project, wheel, tmp_path):
     sdist = built(project, "sdist", tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
