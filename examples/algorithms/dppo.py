@@ -9,13 +9,7 @@ Constants: the differences are those of SkyRL; verl has 0.15.
 
 from typing import Any
 
-from whitney_loop import (
-    LoopContext,
-    NoGradientSignal,
-    all_zero,
-    group_mean_advantages,
-    policy_payload,
-)
+from whitney_loop import LoopContext, NoGradientSignal, all_zero, group_mean_advantages, policy_payload
 
 LOSS_FUNCTION = "dppo"
 LOSS_CONFIG = {"delta_low": 0.2, "delta_high": 0.2}  # differences of probabilities, 0…1

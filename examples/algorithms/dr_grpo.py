@@ -9,13 +9,7 @@ Constants: the clip range is that of PPO's paper (0.2 on both sides).
 
 from typing import Any
 
-from whitney_loop import (
-    LoopContext,
-    NoGradientSignal,
-    all_zero,
-    group_mean_advantages,
-    policy_payload,
-)
+from whitney_loop import LoopContext, NoGradientSignal, all_zero, group_mean_advantages, policy_payload
 
 LOSS_FUNCTION = "ppo"
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them

@@ -11,13 +11,7 @@ Constants: beta is our choice for rewards between 0 and 1.
 
 from typing import Any
 
-from whitney_loop import (
-    LoopContext,
-    NoGradientSignal,
-    all_zero,
-    policy_payload,
-    soft_advantages,
-)
+from whitney_loop import LoopContext, NoGradientSignal, all_zero, policy_payload, soft_advantages
 
 LOSS_FUNCTION = "dro"
 BETA = 0.5

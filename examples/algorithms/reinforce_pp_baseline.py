@@ -30,10 +30,8 @@ from whitney_loop import (
 )
 
 LOSS_FUNCTION = "ppo"
-OPERATIONS = (
-    "logprobs",
-    "save_state",
-)  # besides the loop's own: a service without them is refused before a session exists
+# Besides the loop's own: a service without them is refused before a session exists.
+OPERATIONS = ("logprobs", "save_state")
 CLIP_LOW, CLIP_HIGH = 0.8, 1.2  # probability ratios: the surrogate is flat beyond them
 KL_COEF = 0.01
 RENEW_EVERY = 20  # cycles; a far reference holds the policy back

@@ -8,13 +8,7 @@ penalty in its reward (``kl_adjust_advantages`` adds one, as in ``grpo_kl``). No
 
 from typing import Any
 
-from whitney_loop import (
-    LoopContext,
-    NoGradientSignal,
-    all_zero,
-    leave_one_out_baseline,
-    policy_payload,
-)
+from whitney_loop import LoopContext, NoGradientSignal, all_zero, leave_one_out_baseline, policy_payload
 
 LOSS_FUNCTION = "importance_sampling"
 
