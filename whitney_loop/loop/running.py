@@ -101,17 +101,11 @@ def _prepare_and_train(options: Options, prepare: Callable[[Options, int], Work]
                 summary.where = EMBEDDED if place.embedded else "the service of the base URL"
                 summary.base_url, summary.provider = place.client.base_url, options.provider
                 summary.model, summary.seed = options.model or "", options.seed
-            say(f"training on {place.description}")
-            if given.seed is None and not history.configs:
-                say(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
-            if given.learning_rate is None:
-                suggested = backend and backend.suggested_learning_rate
-                origin = f"which {backend.name} suggests" if backend and suggested else "the default"
-                say(f"learning rate {options.learning_rate:g}, {origin}; --learning-rate changes it")
+            start_notes = _start_notes(given, options, history, config, backend)
+            for note in [f"training on {place.description}", *start_notes, *work.notes]:
+                say(note)
             warnings.learning_rate(options.learning_rate, rehearsal=bool(backend and backend.stands_in))
             warnings.sampling(work.requests, work.loss_function)
-            for note in [*work.notes, *_start_notes(history, config)]:
-                say(note)
             operations = [*work.operations, *(["save_state"] if options.save_every else [])]
             place.client.require_operations(options.provider, operations)
             journal_note = check_journal(options.journal, recover=options.recover)
@@ -207,8 +201,16 @@ def _config(options: LoopOptions, work: Work) -> dict[str, Any]:
     return asdict(options) | derived | dict(work.data)
 
 
-def _start_notes(history: History, config: Mapping[str, Any]) -> list[str]:
+def _start_notes(
+    given: Options, options: Options, history: History, config: Mapping[str, Any], backend: Backend | None
+) -> list[str]:
+    """Return lines that tell which seed and learning rate were chosen, and how a training is resumed."""
     notes = []
+    if given.seed is None and not history.configs:
+        notes.append(f"seed {options.seed} was drawn: --seed {options.seed} repeats this run")
+    if given.learning_rate is None:
+        origin = f"which {backend.name} suggests" if backend and backend.suggested_learning_rate else "the default"
+        notes.append(f"learning rate {options.learning_rate:g}, {origin}; --learning-rate changes it")
     if history.state_id:
         notes.append(f"resuming from {history.state_id} at cycle {history.first_cycle}")
     if changes := history.changes(config):
