@@ -70,7 +70,7 @@ class Engine(Protocol):
         """
 
     def forward_backward(self, payload: JSONObject) -> JSONObject:
-        """Return what ``forward`` returns, and add the gradient to that of the next step."""
+        """Return what ``forward`` returns, and add the gradient to the accumulated one."""
 
     def optim_step(self, optimizer: JSONObject) -> JSONObject:
         """Take one AdamW step and zero the gradient; return ``{"step", "grad_norm"}``, the norm before clipping.
@@ -89,7 +89,7 @@ class Engine(Protocol):
         """
 
     def load_state(self, folder: Path) -> None:
-        """Take weights, optimizer and step from a folder of ``save_state``. Raises ValueError if it is damaged."""
+        """Take weights, optimizer and step from a folder of ``save_state``. Raise ValueError if it is damaged."""
 
     def export_lora(self, folder: Path, *, base_model: str) -> None:
         """Write a PEFT adapter into the empty ``folder``: ``adapter_config.json`` and ``adapter_model.safetensors``."""
