@@ -215,7 +215,7 @@ class ByteLMSampler:
         """
         params = request["sampling_params"]
         prompt = folded(request["prompt"]["token_ids"])
-        stops = {END, *params.get("stop", ())}
+        stops = {END, *params.get("stop", ())}  # an id of another tokenizer is never sampled, so it stops nothing
         choices = self._policy.choices(params)
 
         def continuation(rng: random.Random) -> JSONObject:

@@ -197,8 +197,8 @@ class Run:
             raise ServiceError(
                 410,
                 "expired",
-                f"operation {seq_id} is no longer kept: only a run's newest {_OPERATIONS_KEPT} are, and only as long "
-                "as their session is open or among the newest that have ended",
+                f"operation {seq_id} is no longer kept: a run keeps its newest {_OPERATIONS_KEPT} operations, and "
+                "loses them some time after its session has ended",
             )
         return self._operations[seq_id]
 
@@ -210,15 +210,15 @@ class Run:
             raise ServiceError(
                 410,
                 "expired",
-                f"sampler {sampler_id} is no longer kept: only the first and the newest {_SAMPLERS_KEPT} are; "
-                "save the weights again",
+                f"sampler {sampler_id} is no longer kept: a run keeps its first sampler and the newest "
+                f"{_SAMPLERS_KEPT}; save the weights again",
             )
         return self._samplers[number]
 
     def _number_in(self, identifier: str, prefix: str) -> int:
-        """Return the number in the id of an operation (its ``seq_id``) or a sampler; 0 if it is not an id of this run.
+        """Return the number in the id of a sampler or an operation (its ``seq_id``); 0 if it is not an id of this run.
 
-        By the number, a forgotten one (410) differs from an unknown one (404) without a list of all ids.
+        The number tells a forgotten one (410) from an unknown one (404), without a list of all ids.
         """
         match = re.fullmatch(rf"{prefix}-{self._hex_id}-([1-9][0-9]{{0,17}})", identifier)
         return int(match[1]) if match else 0

@@ -62,7 +62,7 @@ class Request(NamedTuple):
         except ValueError:
             seconds = math.nan
         if not 0 <= seconds < math.inf:
-            raise ServiceError(400, "invalid_request", "wait_s is not a number of seconds from 0")
+            raise ServiceError(400, "invalid_request", "wait_s must be a number of seconds, 0 or more")
         return seconds
 
 
@@ -233,7 +233,6 @@ class LocalServer(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # that of HTTPServer looks up the host's name, which can take seconds
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def get_request(self) -> Any:
         try:

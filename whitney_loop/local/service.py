@@ -110,11 +110,11 @@ class Service:
 
     def _new_run(self, session: Session, body: JSONObject) -> Run:
         if session.status != "open":
-            message = f"session {session.session_id} is closed; create another one"
+            message = f"session {session.session_id} is closed; create another session"
             raise ServiceError(409, "session_not_open", message)
         settings = run_request(session.provider, body, self._backend)
         if len(session.runs) >= _RUNS_PER_SESSION:
-            message = f"session {session.session_id} holds {_RUNS_PER_SESSION} runs; create another one"
+            message = f"session {session.session_id} holds {_RUNS_PER_SESSION} runs; create another session"
             raise ServiceError(409, "too_many_runs", message)
         most, active = self._backend.most_runs, sum(not run.ended for run in self._runs.values())
         if most is not None and active >= most:
