@@ -160,9 +160,9 @@ def test_an_unknown_sampler_is_not_found_and_a_forgotten_one_has_expired(bench):
     for _ in range(18):
         made.do("save_weights_for_sampler")
     with refusal(404, "not_found"):
-        made.post("sample", sampler_id=first[:-1] + "2")
+        made.post("sample", sampler_id=first[:-1] + "20")
     with refusal(410, "expired"):
-        made.post("sample", sampler_id=first[:-1] + "3")
+        made.post("sample", sampler_id=first[:-1] + "2")
 
 
 def test_an_ended_run_keeps_no_engine_and_no_thread(bench):

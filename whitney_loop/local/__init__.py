@@ -1,6 +1,6 @@
 """An embedded, Whitney-compatible service on a loopback port, to rehearse a loop before it is billed.
 
-``serve`` starts it for one process; ``python -m whitney_loop.local`` serves it alone, for any client.
+``serve`` starts it inside a Python program; ``python -m whitney_loop.local`` starts it alone, for any client.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from whitney_loop.local.storage import DEFAULT_STORAGE
 
 __all__ = ["Backend", "Served", "load_backend", "serve"]
 
-_POLL_S = 0.05  # how long the end of the with block may wait for the accepting thread
+_POLL_S = 0.05  # the end of the with block may wait as long for the thread that accepts connections
 
 
 @dataclass(frozen=True)
 class Served:
-    """The address of the service, and the key that it asks for."""
+    """The address of a running service, and the key that it expects."""
 
     base_url: str
     api_key: str = field(repr=False)
@@ -33,10 +33,10 @@ class Served:
 
 @contextmanager
 def serve(storage: str | PathLike[str] | None = None, engine: Backend | None = None) -> Iterator[Served]:
-    """Serve on a free port of 127.0.0.1 until the block ends; runs that are still active then are cancelled.
+    """Serve on a free port of 127.0.0.1 until the with block ends; then cancel the runs that are still active.
 
-    ``storage`` is the folder of states and adapters; None is ``.whitney_local`` in the current folder. ``engine`` is
-    what trains; None is the embedded byte-lm. Raises OSError if the storage cannot be written.
+    ``storage`` is the folder of states and adapters; None: ``.whitney_local`` in the current folder. ``engine`` trains;
+    None: the embedded byte-lm. Raise OSError if the storage cannot be written.
     """
     api_key = secrets.token_urlsafe()
     server = LocalServer(Service(Path(storage or DEFAULT_STORAGE), engine), api_key)

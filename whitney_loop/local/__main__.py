@@ -1,4 +1,4 @@
-"""``python -m whitney_loop.local``, or ``whitney-loop serve``: the embedded service alone, for any client."""
+"""The command ``python -m whitney_loop.local`` or ``whitney-loop serve``: the embedded service, for any client."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from whitney_loop.local.engine import Backend, load_backend
+from whitney_loop.local.engine import load_backend
 from whitney_loop.local.server import HOST, LocalServer
 from whitney_loop.local.service import Service
 from whitney_loop.local.storage import DEFAULT_STORAGE
 
-LOOPBACK = (HOST, "localhost", "::1")
+_LOOPBACK = (HOST, "localhost", "::1")
 DESCRIPTION = """Serve a model to any client of Whitney's API, until Ctrl-C.
 
     {prog} --port 8900
 
-It prints the two variables that a client reads, WHITNEY_BASE_URL and WHITNEY_API_KEY. The key is that of this
-environment, or a new one. Without --engine the embedded byte-lm trains, and nothing is billed.
+It prints the two variables that a client reads, WHITNEY_BASE_URL and WHITNEY_API_KEY. If WHITNEY_API_KEY is set here,
+that key is used, else a new one. Without --engine the embedded byte-lm trains, and nothing is billed.
 
 Exit codes: 0 ended by Ctrl-C or SIGTERM; 2 usage, or the engine, the port or the storage cannot be used."""
 
@@ -34,43 +34,41 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_
         parser.error("--engine-option needs --engine")
     key_of_environment = os.environ.get("WHITNEY_API_KEY")
     api_key = key_of_environment or secrets.token_urlsafe()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, like Ctrl-C
     if not re.fullmatch(r"[!-~]+", api_key):
-        print("WHITNEY_API_KEY holds a space or a character outside ASCII, which no client can send", file=sys.stderr)
-        return 2
+        return _failed("WHITNEY_API_KEY holds a space or a character outside ASCII, which no client can send")
     try:
         backend = load_backend(options.engine, options.engine_option) if options.engine else None
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _failed(f"error: {error}")
     try:
         service = Service(options.storage, backend)
     except OSError as error:
-        print(f"cannot write to {options.storage}: {error.strerror}; choose another --storage", file=sys.stderr)
-        return 2
+        return _failed(f"cannot write to {options.storage}: {error.strerror}; choose another --storage")
     try:
         server = LocalServer(service, api_key, options.port, options.host)
     except OSError as error:
         where = f"--host {options.host} --port {options.port}"
-        print(f"cannot serve on {where}: {error.strerror}; choose another", file=sys.stderr)
-        return 2
-    if options.host not in LOOPBACK:
+        return _failed(f"cannot serve on {where}: {error.strerror}; choose another")
+    if options.host not in _LOOPBACK:
         print("warning: the key and all data cross the network unencrypted", file=sys.stderr)
     try:
-        print(f"Serving {_told(backend)}. Storage: {options.storage.absolute()}. Ctrl-C ends it.")
+        trains = f"{backend.model} by {backend.name}" if backend else "byte-lm, for rehearsal"
+        print(f"Serving {trains}. Storage: {options.storage.absolute()}. Ctrl-C ends it.")
         print(f"WHITNEY_BASE_URL={server.base_url}")
         print("WHITNEY_API_KEY=" + ("(from the environment)" if key_of_environment else api_key), flush=True)
         server.serve_forever()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends it at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second signal ends the process at once
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     finally:
         server.stop()
     return 0
 
 
-def _told(backend: Backend | None) -> str:
-    return "byte-lm, for rehearsal" if backend is None else f"{backend.model} by {backend.name}"
+def _failed(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -81,10 +79,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     address = parser.add_argument_group("address")
-    address.add_argument("--port", type=_port, default=8900, metavar="N", help="0 takes a free one (default: 8900)")
+    address.add_argument("--port", type=_port, default=8900, metavar="N", help="0: any free port (default: 8900)")
     address.add_argument("--host", default=HOST, help=f"address to listen on (default: {HOST}, this machine only)")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--engine", metavar="MODULE:CALLABLE", help="makes the engine that trains (default: byte-lm)")
+    engine.add_argument("--engine", metavar="MODULE:CALLABLE", help="returns the engine that trains (default: byte-lm)")
     engine.add_argument(
         "--engine-option",
         action="append",

@@ -1,7 +1,7 @@
-"""The embedded engine: it trains and samples the model of ``byte_model.py``.
+"""The embedded engine: it trains the model of ``byte_model.py`` and samples from it.
 
-Weights are never changed in place: a step makes a new ``Policy``, and a sampler keeps the one it was made with.
-Sampler and trainer read the same ``Policy.logprobs``, so on the same version their logprobs are equal.
+Weights are never changed in place: a step makes a new ``Policy``, and a sampler keeps the one that it was made with.
+Sampler and trainer both use ``Policy.logprobs``, so for the same version their logprobs are equal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import random
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import add
 from pathlib import Path
@@ -22,10 +22,8 @@ from whitney_loop.local.byte_model import (
     INPUTS,
     LORA_ALPHA,
     VOCABULARY,
-    Context,
     Policy,
     Slopes,
-    context_of,
     contexts_of,
     flat,
     folded,
@@ -35,16 +33,16 @@ from whitney_loop.local.byte_model import (
 from whitney_loop.local.engine import Backend, EngineError, JSONObject
 from whitney_loop.local.objectives import CLIPPING, OBJECTIVES, evaluate
 
-_STATE_FORMAT = "whitney-loop byte_lm 3"  # another number whenever the base text or the layout changes
+_STATE_FORMAT = "whitney-loop byte_lm 3"  # increase the number when the base text or the layout changes
 
 
 class ByteLM:
-    """One run's model, gradients and optimizer; an ``Engine``.
+    """The model, gradients and optimizer of one run; an ``Engine``.
 
-    ``rank``: columns of the adapter, 1 or more. ``seed`` decides the initial A, and nothing else. ``proceed`` is called
-    before each datum and each sampled token, and may raise. Memory: 25 kB per rank for each version that a sampler
-    keeps, 75 kB per rank for moments and gradients, and little for the head.
-    Raises ValueError if ``rank`` is below 1.
+    ``rank`` is that of the adapter, at least 1. ``seed`` decides the initial A and nothing else. ``proceed`` is called
+    before each datum and each sampled token, and may raise. Memory: 25 kB times the rank for each version that a
+    sampler keeps, and 75 kB times the rank for moments and gradients.
+    Raise ValueError if ``rank`` is below 1.
     """
 
     def __init__(self, rank: int, seed: int | str, proceed: Callable[[], None] = lambda: None) -> None:
@@ -62,16 +60,16 @@ class ByteLM:
     def forward(self, payload: JSONObject) -> JSONObject:
         """Return ``{"loss", "metrics", "outputs"}``; change nothing.
 
-        Outputs of ``ppo_critic`` have ``values`` as well; value i depends on inputs i − 1 and i. Its data may come
-        without ``values`` and ``returns``; such a datum adds nothing to the loss.
-        Raises EngineError ``non_finite_loss`` if the loss is NaN or infinite.
+        Outputs of ``ppo_critic`` also have ``values``; value i depends on input tokens i − 1 and i. Its data may lack
+        ``values`` and ``returns``; such a datum adds nothing to the loss.
+        Raise EngineError ``non_finite_loss`` if the loss is NaN or infinite.
         """
         return self._evaluate(payload)[0]
 
     def forward_backward(self, payload: JSONObject) -> JSONObject:
-        """Return what ``forward`` returns, and add the gradient to what is accumulated.
+        """Return what ``forward`` returns, and add the gradient to the accumulated one.
 
-        Raises EngineError ``non_finite_loss`` if loss or gradient is NaN or infinite; then nothing is added.
+        Raise EngineError ``non_finite_loss`` if the loss or the gradient is NaN or infinite; then nothing is added.
         """
         result, slopes, d_head = self._evaluate(payload)
         gradient = self._policy.adapter_gradient(slopes) + d_head
@@ -83,7 +81,7 @@ class ByteLM:
         return result
 
     def _evaluate(self, payload: JSONObject) -> tuple[JSONObject, Slopes, list[float]]:
-        """The result, d loss / d logprobs, and d loss / d head."""
+        """Return the result of ``forward``, d loss / d logprobs, and d loss / d head."""
         loss_function, config = payload["loss_function"], payload.get("loss_config", {})
         trains_head = loss_function == "ppo_critic"
         loss, clipped, counted = 0.0, 0, 0
@@ -106,21 +104,24 @@ class ByteLM:
             clipped += outcome.clipped
             counted += outcome.counted
             outputs.append(output)
-            if trains_head:
-                _add_to_head(d_head, contexts, outcome.slopes)
-            else:
-                _add_to_slopes(slopes, contexts, targets, outcome.slopes)
+            for context, target, slope in zip(contexts, targets, outcome.slopes, strict=True):
+                if trains_head:
+                    for row in context:
+                        d_head[row] += slope
+                elif slope != 0:
+                    of_targets = slopes.setdefault(context, {})
+                    of_targets[target] = of_targets.get(target, 0.0) + slope
         metrics = {"loss:sum": loss}
         if loss_function in CLIPPING:
             metrics["clip_frac"] = clipped / counted if counted else 0.0
         return {"loss": loss, "metrics": metrics, "outputs": outputs}, slopes, d_head
 
     def optim_step(self, optimizer: JSONObject) -> JSONObject:
-        """Take one AdamW step (decoupled decay, 1711.05101); return ``{"step", "grad_norm"}``.
+        """Take one AdamW step (decoupled decay, arXiv 1711.05101); return ``{"step", "grad_norm"}``.
 
-        ``grad_norm`` is the norm before clipping. Raises EngineError ``no_gradients`` if nothing was accumulated since
-        the last step, and ``non_finite_update`` if a weight or moment would overflow; then nothing changes, gradients
-        included.
+        ``grad_norm`` is the norm before clipping. Raise EngineError ``no_gradients`` if nothing was accumulated since
+        the last step, and ``non_finite_update`` if a weight or moment would overflow; then nothing changes, and the
+        gradients are kept.
         """
         if self._gradient is None:
             raise EngineError("no_gradients", "optim_step needs a forward_backward since the last step")
@@ -137,24 +138,23 @@ class ByteLM:
             raise EngineError("non_finite_update", "the update divides by zero; use an eps above 0") from None
         if not all(map(math.isfinite, chain([norm], weights, moment2))):
             raise EngineError("non_finite_update", f"the step overflows (grad_norm {norm}); nothing was changed")
-        self._replace_policy(weights)
-        self._moment1, self._moment2 = moment1, moment2
-        self._gradient = None
-        self._step += 1
+        self._replace(weights, moment1, moment2, self._step + 1)
         return {"step": self._step, "grad_norm": norm}
 
-    def _replace_policy(self, weights: list[float]) -> None:
+    def _replace(self, weights: list[float], moment1: list[float], moment2: list[float], step: int) -> None:
         self._policy.clear_cache()
         self._policy = Policy(weights, self._rank)
+        self._moment1, self._moment2, self._step = moment1, moment2, step
+        self._gradient = None
 
     def sampler(self) -> ByteLMSampler:
-        """A frozen copy of the weights. It costs nothing, since weights are never changed in place."""
+        """Return the current weights as a sampler. Nothing is copied, since weights are never changed in place."""
         return ByteLMSampler(self._policy, self._step, self._proceed)
 
     def save_state(self, folder: Path) -> int:
         """Write weights, moments and step as JSON, which keeps every number exactly; return the step.
 
-        Gradients that wait for a step are not part of a state.
+        Accumulated gradients are not part of a state.
         """
         numbers = {"weights": self._policy.weights, "moment1": self._moment1, "moment2": self._moment2}
         state = {"format": _STATE_FORMAT, "step": self._step} | numbers
@@ -162,9 +162,9 @@ class ByteLM:
         return self._step
 
     def load_state(self, folder: Path) -> None:
-        """Take weights, moments and step from a folder of ``save_state``; waiting gradients are dropped.
+        """Take weights, moments and step from a folder that ``save_state`` wrote; drop accumulated gradients.
 
-        Raises ValueError if the state is damaged, of another format or of another rank; then nothing changes.
+        Raise ValueError if the state is damaged, of another format or of another rank; then nothing changes.
         """
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.get("format") != _STATE_FORMAT:
@@ -172,17 +172,14 @@ class ByteLM:
         if type(state.get("step")) is not int or state["step"] < 0:
             raise ValueError(f"{folder}: step is {state.get('step')!r}; expected a count")
         weights, moment1, moment2 = (_numbers(state, name, self._rank) for name in ("weights", "moment1", "moment2"))
-        self._replace_policy(weights)
-        self._moment1, self._moment2 = moment1, moment2
-        self._gradient = None
-        self._step = state["step"]
+        self._replace(weights, moment1, moment2, state["step"])
 
     def export_lora(self, folder: Path, *, base_model: str) -> None:
         """Write a PEFT adapter into ``folder``.
 
-        The tensors are F32 and belong to one linear layer ``bigram``: lora_A [rank, 514], lora_B [257, rank]. The
-        value head is not among them, since PEFT has no place for one; states have it.
-        Raises EngineError ``non_finite_export`` if a weight does not fit into F32.
+        Its tensors are F32 and belong to one linear layer ``bigram``: lora_A [rank, 514], lora_B [257, rank]. The value
+        head is in states only, since PEFT has no place for it.
+        Raise EngineError ``non_finite_export`` if a weight does not fit into F32.
         """
         layer = "base_model.model.bigram"
         a_columns = zip(*self._policy.a, strict=True)
@@ -191,7 +188,7 @@ class ByteLM:
             f"{layer}.lora_B.weight": safetensors.Tensor([VOCABULARY, self._rank], flat(self._policy.b)),
         }
         try:
-            content = safetensors.encode(tensors, {"format": "pt"})  # PEFT reads only files that say so
+            content = safetensors.encode(tensors, {"format": "pt"})  # PEFT rejects a file without this metadata
         except OverflowError as error:
             raise EngineError("non_finite_export", f"a weight does not fit into F32: {error}") from error
         (folder / "adapter_model.safetensors").write_bytes(content)
@@ -203,7 +200,7 @@ class ByteLM:
 
 
 class ByteLMSampler:
-    """The weights of one version, frozen; a ``Sampler``. ``version`` is the number of steps that they had seen."""
+    """The frozen weights of one version; a ``Sampler``. ``version`` is the number of steps that made them."""
 
     def __init__(self, policy: Policy, version: int, proceed: Callable[[], None]) -> None:
         self._policy = policy
@@ -213,18 +210,18 @@ class ByteLMSampler:
     def sample(self, request: JSONObject, seed: str) -> list[JSONObject]:
         """Return ``num_samples`` sequences ``{"tokens", "logprobs", "stop_reason"}`` that continue the prompt.
 
-        Sequence i depends on the request, ``seed`` and i, not on how many are drawn. ``logprobs`` are the policy's
+        Sequence i depends on the request, ``seed`` and i, but not on ``num_samples``. ``logprobs`` are the policy's
         own, before temperature, top_k and top_p.
         """
         params = request["sampling_params"]
         prompt = folded(request["prompt"]["token_ids"])
-        stops = {END, *(token for token in params.get("stop", ()) if token <= END)}
+        stops = {END, *params.get("stop", ())}  # an id of another tokenizer is never sampled, so it stops nothing
         choices = self._policy.choices(params)
 
         def continuation(rng: random.Random) -> JSONObject:
             tokens: list[int] = []
             logprobs: list[float] = []
-            context = context_of(prompt[-2:])
+            context = contexts_of(prompt[-2:])[-1]
             while len(tokens) < params["max_tokens"]:
                 self._proceed()
                 candidates, cumulative = choices(context)
@@ -240,45 +237,30 @@ class ByteLMSampler:
         return [continuation(random.Random(f"{seed}:{i}")) for i in range(request["num_samples"])]
 
     def logprobs(self, token_ids: list[int]) -> list[float | None]:
-        """Return one logprob per token given those before it; the first is None."""
+        """Return the logprob of each token given the tokens before it; the first is None."""
         tokens = folded(token_ids)
-        later = [self._policy.logprobs(c)[token] for c, token in zip(contexts_of(tokens), tokens[1:], strict=False)]
-        return [None, *later][: len(tokens)]
+        contexts = contexts_of(tokens[:-1])
+        return [None, *(self._policy.logprobs(c)[token] for c, token in zip(contexts, tokens[1:], strict=True))]
 
     def close(self) -> None:
         """Nothing to free."""
 
 
 class ByteLMBackend(Backend):
-    """The embedded model for every run, whatever model the run names."""
+    """Gives every run the embedded model, whichever model the run names."""
 
     name = "byte-lm"
     model = "byte-lm"
     stands_in = True
     losses = frozenset(OBJECTIVES)
-    largest_rank = 256  # 25 MB a run, and already slow
-    suggested_learning_rate = 0.1  # of a rehearsal; a language model takes far smaller ones
+    largest_rank = 256  # 25 MB for a run, and already slow
+    suggested_learning_rate = 0.1  # for a rehearsal; a real language model needs a far smaller one
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in folded(token_ids) if token != END).decode(errors="replace")
 
     def new_run(self, *, rank: int, seed: int, proceed: Callable[[], None]) -> ByteLM:
         return ByteLM(rank, seed, proceed)
-
-
-def _add_to_slopes(
-    slopes: Slopes, contexts: Iterable[Context], targets: Iterable[int], slopes_of_datum: Iterable[float]
-) -> None:
-    for context, target, slope in zip(contexts, targets, slopes_of_datum, strict=True):
-        if slope != 0:
-            of_targets = slopes.setdefault(context, {})
-            of_targets[target] = of_targets.get(target, 0.0) + slope
-
-
-def _add_to_head(d_head: list[float], contexts: Iterable[Context], slopes_of_datum: Iterable[float]) -> None:
-    for context, slope in zip(contexts, slopes_of_datum, strict=True):
-        for row in context:
-            d_head[row] += slope
 
 
 def _adamw(
@@ -289,13 +271,13 @@ def _adamw(
     step: int,
     optimizer: Mapping[str, float],
 ) -> tuple[list[float], list[float], list[float]]:
-    """New weights and moments after step number ``step``, which counts from 1. The given lists stay unchanged."""
+    """Return new weights and moments, those after step number ``step``, counted from 1; change no given list."""
     rate, eps, beta1, beta2 = (optimizer[key] for key in ("learning_rate", "eps", "beta1", "beta2"))
     kept = 1 - rate * optimizer["weight_decay"]
     new1, new2 = 1 - beta1, 1 - beta2
     moment1 = [beta1 * m + new1 * g for m, g in zip(moment1, gradient, strict=True)]
     moment2 = [beta2 * v + new2 * g * g for v, g in zip(moment2, gradient, strict=True)]
-    rate /= 1 - beta1**step  # the moments start at zero: this line and the next one correct that bias
+    rate /= 1 - beta1**step  # this line and the next one correct the bias of moments that start at zero
     unbias = 1 / math.sqrt(1 - beta2**step)
     roots = map(math.sqrt, moment2)
     weights = [
@@ -305,7 +287,7 @@ def _adamw(
 
 
 def _numbers(state: Mapping[str, Any], name: str, rank: int) -> list[float]:
-    """One list of a state. Raises ValueError unless it holds as many finite floats as a model of ``rank`` has."""
+    """Return one list of a state. Raise ValueError unless it has one finite float for each weight of a model."""
     values, expected = state.get(name), number_of_weights(rank)
     if not isinstance(values, list) or len(values) != expected:
         found = f"{len(values)} numbers" if isinstance(values, list) else f"of type {type(values).__name__}"
@@ -318,7 +300,7 @@ def _numbers(state: Mapping[str, Any], name: str, rank: int) -> list[float]:
 def _peft_config(rank: int, base_model: str) -> JSONObject:
     return {
         "peft_type": "LORA",
-        "task_type": None,  # PEFT's task types wrap models of transformers; this one is a single layer
+        "task_type": None,  # PEFT's task types are for models of transformers; this model is a single layer
         "base_model_name_or_path": base_model,
         "target_modules": ["bigram"],
         "r": rank,

@@ -1,13 +1,13 @@
-"""The embedded model: bytes in, bytes out, with a low-rank adapter, in plain Python.
+"""The embedded model: a language model of bytes with a low-rank adapter, in plain Python.
 
-Tokens are the bytes 0–255 and 256, the end. The distribution of the next token depends on the last two::
+Tokens are the bytes 0–255, and 256 for the end of a text. The next token depends on the last two, prev and cur::
 
     logits = base[cur] + alpha/rank · B·h,  h = A[prev] + A[257 + cur];  at the first position h = A[257 + cur]
 
-``base`` is a frozen bigram table. The rest is exactly a LoRA on a linear layer with 514 one-hot inputs (prev,
-then cur) and 257 outputs: A has a row of ``rank`` numbers per input, B one per output. B starts at zero, so
-training starts at the base model. The scale alpha/rank is LoRA's own: one learning rate serves every rank.
-The critic of ``ppo_critic`` has one number per input, which starts at zero: v = head[prev] + head[257 + cur].
+``base`` is a frozen bigram table. The rest is a LoRA on a linear layer with 514 one-hot inputs (prev, then cur) and
+257 outputs: A has a row of ``rank`` numbers for each input, B one for each output. B starts at zero, so training
+starts at the base model. With LoRA's scale alpha/rank, one learning rate serves every rank.
+The critic of ``ppo_critic`` has one number for each input, which starts at zero: v = head[prev] + head[257 + cur].
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Number = TypeVar("Number", int, float)
 Cached = TypeVar("Cached")
 
 Context = tuple[int, ...]
-"""The rows of A that are summed: (257 + cur,) at the first position, (prev, 257 + cur) after it."""
+"""The inputs that are 1, which are the rows of A to add: (257 + cur,) at the first position, else (prev, 257 + cur)."""
 
 Slopes = dict[Context, dict[int, float]]
-"""d loss / d logprob, summed per context and target."""
+"""d loss / d logprob, summed for each context and target."""
 
 Choices = tuple[Sequence[int], Sequence[float]]
 """The tokens that may be drawn, and their cumulative weights."""
 
 Polar = tuple[float, tuple[float, ...]]
-"""A vector as its length and its direction."""
+"""A vector as its length and its direction, a vector of length 1."""
 
 _BASE_TEXT = """\
 The ferry leaves at dawn, if the wind drops and the ropes are dry.
@@ -55,36 +55,36 @@ That spring was dry, and by midsummer the crops had shrunk by a third.
 When the sixth cup broke, they bought tin mugs with thick rims.
 """
 
-# Shares of the base: what the text says after this byte, what it says in general, and any token at all. The last one
-# keeps every logprob above −9 and leaves a rehearsal something to explore. A larger one makes each cycle slower,
-# because the cost grows with the number of distinct tokens.
+# The base mixes three distributions: of the tokens that follow this byte in the text, of all tokens in the text, and
+# of any token at all. The last one keeps every logprob above −9 and leaves a rehearsal something to explore. With a
+# larger share of it each cycle is slower, because the cost grows with the number of distinct tokens.
 _BIGRAM_SHARE, _UNIGRAM_SHARE, _UNIFORM_SHARE = 0.80, 0.16, 0.04
 
-# With AdamW at learning rate 0.1 these learn a simple reward in 20 to 30 steps, at every rank: slow enough to watch,
-# and four updates on one sample do not yet collapse into one repeated text.
+# With these two and AdamW at learning rate 0.1, a simple reward is learned in 20 to 30 steps at every rank. That is
+# slow enough to watch, and four updates on one sample do not yet make the model repeat one text.
 LORA_ALPHA = 2
-_INITIAL_DEVIATION = 0.5  # of the entries of A
+_INITIAL_DEVIATION = 0.5  # standard deviation of the entries of A
 
-CACHED_CONTEXTS = 2048  # 4 kB each: at most 8 MB per version; a cycle of some hundred tokens needs far fewer
+CACHED_CONTEXTS = 2048  # 4 kB each, so at most 8 MB for a version; a cycle of some hundred tokens needs far fewer
 
 
 def number_of_weights(rank: int) -> int:
-    """Entries of A and B, then of the value head."""
+    """Return the number of entries of A, B and the value head together."""
     return (INPUTS + VOCABULARY) * rank + INPUTS
 
 
 def initial_weights(rank: int, seed: int | str) -> list[float]:
-    """A is drawn from ``seed``; B and the value head are zero."""
+    """Return new weights: A drawn from ``seed``, B and the value head zero."""
     rng = random.Random(f"{seed}:adapter")
     a = [rng.gauss(0.0, _INITIAL_DEVIATION) for _ in range(INPUTS * rank)]
     return a + [0.0] * (number_of_weights(rank) - len(a))
 
 
 class Policy:
-    """The weights of one version, which never change, and a cache of what was computed from them.
+    """The weights of one version, which never change, and a cache of results that were computed from them.
 
-    ``weights`` is one flat list: A, a row of ``rank`` numbers per input; B, one per token; then the head, one number
-    per input.
+    ``weights`` is one flat list: A, with a row of ``rank`` numbers for each input; then B, with such a row for each
+    token; then the value head, with one number for each input.
     """
 
     def __init__(self, weights: list[float], rank: int) -> None:
@@ -94,7 +94,7 @@ class Policy:
         self.clear_cache()
 
     def clear_cache(self) -> None:
-        """Free the cache: a sampler keeps an old version, and is seldom asked."""
+        """Free the memory of the cache. A sampler may keep an old version for long, and is seldom asked."""
         self._b_rows: list[Polar] = []
         self._row_logits: dict[int, list[float]] = {}
         self._logprobs: dict[Context, array[float]] = {}
@@ -102,21 +102,22 @@ class Policy:
 
     @property
     def a(self) -> list[list[float]]:
-        """[514][rank]"""
-        return self._rows(0, INPUTS)
+        """Return the 514 rows of A."""
+        return [self._row(row) for row in range(INPUTS)]
 
     @property
     def b(self) -> list[list[float]]:
-        """[257][rank]"""
-        return self._rows(INPUTS, INPUTS + VOCABULARY)
+        """Return the 257 rows of B."""
+        return [self._row(row) for row in range(INPUTS, INPUTS + VOCABULARY)]
 
-    def _rows(self, begin: int, end: int) -> list[list[float]]:
-        return [self.weights[row * self._rank : (row + 1) * self._rank] for row in range(begin, end)]
+    def _row(self, row: int) -> list[float]:
+        """Return a row of A (0 to 513) or of B (514 to 770)."""
+        return self.weights[row * self._rank : (row + 1) * self._rank]
 
     def logprobs(self, context: Context) -> Sequence[float]:
-        """Log-probability of each of the 257 next tokens.
+        """Return the logprob of each of the 257 tokens that may come next.
 
-        Raises EngineError ``non_finite_logits`` if the weights are so large that the logits overflow.
+        Raise EngineError ``non_finite_logits`` if the weights are so large that the logits overflow.
         """
         if context in self._logprobs:
             return self._logprobs[context]
@@ -125,14 +126,14 @@ class Policy:
             logits = list(map(add, logits, self._logits(prev)))
         if not math.isfinite(sum(logits)):
             raise EngineError("non_finite_logits", "the weights have grown so large that the logits overflow")
-        top = max(logits)  # taken off, so that exp cannot overflow
+        top = max(logits)  # subtracted, so that exp cannot overflow
         log_total = top + math.log(sum([math.exp(x - top) for x in logits]))
         result = array("d", [x - log_total for x in logits])
         _keep(self._logprobs, context, result)
         return result
 
     def choices(self, params: Mapping[str, float]) -> Callable[[Context], Choices]:
-        """Return the function that gives what may be drawn in a context; its results are kept for equal ``params``."""
+        """Return a function from a context to its ``Choices``; its results are cached for equal ``params``."""
         temperature = params.get("temperature", 1.0)
         top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)
         kept = self._choices.setdefault((temperature, top_k, top_p), {})
@@ -145,87 +146,83 @@ class Policy:
         return choices
 
     def _logits(self, row: int) -> list[float]:
-        """What one input adds to the logits: alpha/rank · B·A[row], and the base if it is the current token."""
+        """Return what one input adds to the logits: alpha/rank · B·A[row], plus base[cur] if the input is cur."""
         if row not in self._row_logits:
-            self._b_rows = self._b_rows or polars(self.b)
-            (a,) = self._rows(row, row + 1)
-            logits = products([self._scale * x for x in a], self._b_rows)
+            self._b_rows = self._b_rows or to_polar(self.b)
+            logits = dot_products([self._scale * x for x in self._row(row)], self._b_rows)
             is_current = row >= VOCABULARY
             self._row_logits[row] = list(map(add, base_logprobs(row - VOCABULARY), logits)) if is_current else logits
         return self._row_logits[row]
 
     def value(self, context: Context) -> float:
-        """The critic's value of a context. Raises EngineError ``non_finite_values`` if it overflows."""
-        value = sum([self.weights[row - INPUTS] for row in context])
+        """Return the critic's value of a context. Raise EngineError ``non_finite_values`` if it overflows."""
+        value = sum([self.weights[row - INPUTS] for row in context])  # the head is the last INPUTS weights
         if not math.isfinite(value):
             raise EngineError("non_finite_values", "the value head has grown so large that a value overflows")
         return value
 
     def adapter_gradient(self, slopes: Slopes) -> list[float]:
-        """d loss / d A and d loss / d B, in one flat list.
+        """Return d loss / d A and d loss / d B in one flat list.
 
-        Per context, d loss / d logits = Σ over targets of slope·(onehot − softmax). Times alpha/rank, these are added
-        up per row of A first, so that the products with A and B are taken once per row, not once per context or token.
+        For one context, d loss / d logits = Σ over targets of slope·(onehot − softmax). An input's d_logits is the sum
+        of this over the contexts that contain the input, times alpha/rank. Then::
+
+            d loss / d A[row] = Bᵀ · d_logits[row],  d loss / d B = Σ over rows of d_logits[row] · A[row]ᵀ
+
+        Products with A and B are taken once for each input, not for each context or token, which is much faster.
         """
-        a, b = self.a, self.b
-        d_a, d_b = [[0.0] * self._rank] * INPUTS, [[0.0] * self._rank] * VOCABULARY
-        by_row: defaultdict[int, list[list[float]]] = defaultdict(list)
+        if not slopes:
+            return [0.0] * (len(self.weights) - INPUTS)
+        terms: defaultdict[int, list[list[float]]] = defaultdict(list)  # of d_logits
         for context, of_targets in slopes.items():
             total = self._scale * sum(of_targets.values())
-            d = [-total * p for p in map(math.exp, self.logprobs(context))]
+            term = [-total * p for p in map(math.exp, self.logprobs(context))]
             for target, slope in of_targets.items():
-                d[target] += self._scale * slope
+                term[target] += self._scale * slope
             for row in context:
-                by_row[row].append(d)
-        if by_row:
-            d_logits: dict[int, list[float]] = {}
-            for row, ds in by_row.items():
-                d_logits[row] = [sum(of_token) for of_token in zip(*ds, strict=True)]
-            b_columns = polars(zip(*b, strict=True))
-            for row, d in d_logits.items():
-                d_a[row] = products(d, b_columns)
-            a_columns = polars(zip(*(a[row] for row in d_logits), strict=True))
-            d_b = [products(d_output, a_columns) for d_output in zip(*d_logits.values(), strict=True)]
+                terms[row].append(term)
+        d_logits = {row: [sum(column) for column in zip(*of_row, strict=True)] for row, of_row in terms.items()}
+        b_columns = to_polar(zip(*self.b, strict=True))
+        d_a = [[0.0] * self._rank] * INPUTS
+        for row, d in d_logits.items():
+            d_a[row] = dot_products(d, b_columns)
+        a_columns = to_polar(zip(*map(self._row, d_logits), strict=True))
+        d_b = [dot_products(column, a_columns) for column in zip(*d_logits.values(), strict=True)]
         return flat(d_a) + flat(d_b)
 
 
-def polars(vectors: Iterable[Sequence[float]]) -> list[Polar]:
-    """Each vector as its length and its direction, a vector of length 1."""
+def to_polar(vectors: Iterable[Sequence[float]]) -> list[Polar]:
+    """Return the length and the direction of each vector, for ``dot_products``."""
     return [(length := math.hypot(*vector), tuple([x / (length or 1.0) for x in vector])) for vector in vectors]
 
 
-def products(vector: Sequence[float], others: Sequence[Polar]) -> list[float]:
-    """The dot product of a vector with each of the others, which ``polars`` made.
+def dot_products(vector: Sequence[float], others: Sequence[Polar]) -> list[float]:
+    """Return the dot product of ``vector`` with each of ``others``.
 
-    It is |v|·|w|·cos, and the cosine of two directions is 1 − distance²/2. ``math.dist`` is the one loop over two
-    vectors that every supported Python has in C: three to five times as fast as summing products in Python, and as
-    exact.
+    It is |v|·|w|·cos, and the cosine of two directions is 1 − distance²/2. ``math.dist`` is the only loop over two
+    vectors that is written in C in every supported Python. So this is three to five times as fast as summing products
+    in Python, and as exact.
     """
-    ((length, direction),) = polars([vector])
+    ((length, direction),) = to_polar([vector])
     return [length * other * (1 - (gap := math.dist(direction, towards)) * gap / 2) for other, towards in others]
 
 
 def folded(token_ids: Iterable[int]) -> list[int]:
-    """Tokens of this model; larger ids, of another tokenizer, are folded onto bytes."""
-    return [token if 0 <= token <= END else token % 256 for token in token_ids]
+    """Return token ids of this model. Larger ids come from another tokenizer and are folded onto bytes."""
+    return [token if token <= END else token % 256 for token in token_ids]
 
 
 def contexts_of(tokens: Sequence[int]) -> list[Context]:
-    """For each token, the context that the next token depends on."""
-    pairs = zip(tokens, [VOCABULARY + cur for cur in tokens[1:]], strict=False)
-    return [*map(context_of, [tokens[:1]] if tokens else []), *pairs]
-
-
-def context_of(last_two: Sequence[int]) -> Context:
-    """The context that ends in these two tokens, or in this one token at the beginning of a text."""
-    *prev, cur = last_two
-    return (*prev, VOCABULARY + cur)
+    """Return the context that ends in each token, on which the next token depends."""
+    first = [(VOCABULARY + cur,) for cur in tokens[:1]]
+    return [*first, *((prev, VOCABULARY + cur) for prev, cur in pairwise(tokens))]
 
 
 def choices_of(logprobs: Sequence[float], temperature: float, top_k: int, top_p: float) -> Choices:
-    """The tokens that may be drawn, and their cumulative weights.
+    """Return the tokens that may be drawn, and their cumulative weights.
 
-    Temperature comes first (0 = greedy), then top_k (−1 = off), then top_p: the fewest tokens that hold that share.
+    ``temperature`` is applied first (0: only the likeliest token), then ``top_k`` (−1: off), then ``top_p``, which
+    keeps the fewest tokens that together have at least this share.
     """
     tokens: Sequence[int] = range(VOCABULARY)
     if temperature == 0 or top_k > 0 or top_p < 1:
@@ -245,6 +242,7 @@ def choices_of(logprobs: Sequence[float], temperature: float, top_k: int, top_p:
 
 
 def _keep(cache: dict[Context, Cached], context: Context, result: Cached) -> None:
+    """Add a result to a cache, which is emptied when it is full."""
     if len(cache) >= CACHED_CONTEXTS:
         cache.clear()
     cache[context] = result
@@ -252,11 +250,11 @@ def _keep(cache: dict[Context, Cached], context: Context, result: Cached) -> Non
 
 @functools.cache
 def base_logprobs(cur: int) -> list[float]:
-    """The frozen bigram row of one token: text counts, smoothed so that nothing is impossible."""
+    """Return the frozen logprobs of the tokens after ``cur``: counts in the base text, smoothed to exclude no token."""
     pairs, singles = _counts()
     total = singles.total()
     unigram = [singles[token] / total for token in range(VOCABULARY)]
-    seen = singles[cur]  # the text is a ring of lines, so each token starts as many pairs as it ends
+    seen = singles[cur]  # each token is as often the first of a pair as the second, see _counts
     bigram = [pairs[cur, token] / seen for token in range(VOCABULARY)] if seen else unigram
     return [
         math.log(_BIGRAM_SHARE * two + _UNIGRAM_SHARE * one + _UNIFORM_SHARE / VOCABULARY)
@@ -266,11 +264,12 @@ def base_logprobs(cur: int) -> list[float]:
 
 @functools.cache
 def _counts() -> tuple[Counter[tuple[int, int]], Counter[int]]:
-    """How often the base text has each pair of tokens, and each token."""
+    """Return how often each pair of tokens and each token occur in the base text."""
     lines = [[*line.encode(), END] for line in _BASE_TEXT.splitlines()]
-    tokens = [END, *flat(lines)]  # with an end before the first line, every line starts after one
+    tokens = [END, *flat(lines)]  # an END also before the first line, so that every line begins after an END
     return Counter(pairwise(tokens)), Counter(tokens[1:])
 
 
 def flat(rows: Iterable[Iterable[Number]]) -> list[Number]:
+    """Return the entries of all rows in one list."""
     return list(chain.from_iterable(rows))

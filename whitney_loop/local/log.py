@@ -1,4 +1,4 @@
-"""The service's log, the logger ``whitney_loop.local``. What the user's logging raises does not reach the service."""
+"""The log of the service: the logger ``whitney_loop.local``. If the user's logging raises, the service goes on."""
 
 from __future__ import annotations
 

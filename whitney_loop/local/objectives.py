@@ -1,13 +1,14 @@
 """The losses, each with its gradient beside it.
 
 An objective takes one datum: ``p``, the logprobs of its N targets under the weights being trained (for
-``ppo_critic`` v, the values of its N prefixes); ``tensors``, its loss inputs as plain lists of N numbers; and the
-payload's ``loss_config``. It yields one ``Term`` per token that counts; ``evaluate`` adds them up. Every loss is a sum.
+``ppo_critic`` v, the values of its N prefixes); ``tensors``, its loss inputs as lists of N numbers; and the payload's
+``loss_config``. It yields a ``Term`` for each token whose weight is not 0; ``evaluate`` adds the terms up. Every loss
+is a sum over tokens.
 
 In the formulas q = ``logprobs`` (from sampling), A = ``advantages``, w = ``weights``, r = exp(p − q), sg stops the
-gradient, and clip(x) = min(max(x, low), high). If a min or max takes its clipped branch, the gradient is 0; a tie
-takes the other branch. Tokens with w = 0 are skipped, so a NaN or infinity there is harmless. Anywhere else it makes
-the loss non-finite, and the engine refuses it.
+gradient, and clip(x) = min(max(x, low), high). If a min or max selects its clipped argument, the gradient is 0; if both
+arguments are equal, it selects the unclipped one. Tokens with w = 0 are skipped, so a NaN or infinity there is
+harmless. At any other token it makes the loss NaN or infinite, and the engine refuses it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ Tensors = Mapping[str, Sequence[float]]
 Config = Mapping[str, float]
 
 LOG_RATIO_LIMIT = 20.0
-"""|p − q| beyond this is cut before exp, so that one stale token (e²⁰ is 5e8) cannot overflow a batch."""
+"""p − q is limited to ±20 before exp, so that one stale token cannot overflow a batch; e²⁰ is 5e8."""
 
-_LARGEST_EXPONENT = 700.0  # exp overflows soon after
+_LARGEST_EXPONENT = 700.0  # exp overflows above 709
 
 
 class Term(NamedTuple):
-    """The token at position ``t``: its part of the loss, d loss / d p there, and whether it was clipped."""
+    """One token, at position ``t``: its part of the loss, d loss / d p[t], and whether it was clipped."""
 
     t: int
     value: float
@@ -35,7 +36,7 @@ class Term(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A datum's loss; d loss / d p, one number per token; how many tokens were clipped; how many count."""
+    """The loss of a datum; d loss / d p; the numbers of clipped tokens and of tokens that count (w ≠ 0)."""
 
     loss: float
     slopes: list[float]
@@ -70,7 +71,7 @@ def ppo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
 
 
 def cispo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
-    """−Σ w·sg(clip(r))·p·A   2506.13585; a clipped token keeps a gradient"""
+    """−Σ w·sg(clip(r))·p·A   2506.13585; a clipped token keeps its gradient"""
     low, high = _clip_range(tensors, config)
     for t, w, q, a in _sampled(tensors):
         r, _ = _ratio(p[t] - q)
@@ -81,7 +82,7 @@ def cispo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term
 def gspo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
     """−Σ w·min(s_t·A, clip(s_t)·A), s_t = sg(s)·exp(p − sg(p)), s = exp(mean of p − q where w ≠ 0)   2507.18071
 
-    So s_t is s in value, and its derivative by p at t is s, not s/N: the token form.
+    So the value of s_t is s, and its derivative by p[t] is s, not s/N. The paper calls this the token-level variant.
     """
     low, high = _clip_range(tensors, config)
     log_ratios = [p[t] - q for t, _, q, _ in _sampled(tensors)]
@@ -103,7 +104,8 @@ def dro(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
 def dppo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
     """−Σ w·r·A·sg(m)   2602.04879, binary total variation
 
-    m = 0 if the probability has risen by more than delta_high with A > 0, or fallen by more than delta_low with A < 0.
+    m = 0 if A > 0 and the probability has risen by more than delta_high, or if A < 0 and it has fallen by more than
+    delta_low; otherwise m = 1.
     """
     delta_low, delta_high = config.get("delta_low", 0.2), config.get("delta_high", 0.2)
     for t, w, q, a in _sampled(tensors):
@@ -115,9 +117,10 @@ def dppo(p: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]
 
 
 def ppo_critic(v: Sequence[float], tensors: Tensors, config: Config) -> Iterator[Term]:
-    """½ Σ w·max((clip(v) − R)², (v − R)²), clip(v) within value_clip of ``values``; unclipped without value_clip
+    """½ Σ w·max((clip(v) − R)², (v − R)²)
 
-    R = ``returns``. A datum without ``values`` or ``returns``, which a ``forward`` may send, has no terms.
+    R = ``returns``; clip(v) lies within value_clip of ``values``, and is v if there is no value_clip. A datum without
+    ``values`` or ``returns``, which a ``forward`` may send, has no terms.
     """
     if not {"values", "returns"} <= tensors.keys():
         return
@@ -125,7 +128,7 @@ def ppo_critic(v: Sequence[float], tensors: Tensors, config: Config) -> Iterator
     for t, w in _weighted(tensors):
         v_old, target = tensors["values"][t], tensors["returns"][t]
         error, cut = v[t] - target, _clip_value(v[t], v_old, value_clip) - target
-        unclipped = error * error >= cut * cut  # False for a NaN, so that the NaN gets into the loss and is refused
+        unclipped = error * error >= cut * cut  # False for a NaN in cut, which then makes the loss NaN
         yield Term(t, w / 2 * error * error, w * error) if unclipped else Term(t, w / 2 * cut * cut, 0.0, True)
 
 
@@ -133,27 +136,26 @@ OBJECTIVES: dict[str, Objective] = {
     objective.__name__: objective
     for objective in (cross_entropy, importance_sampling, ppo, cispo, gspo, dro, dppo, ppo_critic)
 }
-"""Name on the wire → objective."""
+"""From the name in a payload to the objective."""
 
 _TINKER_DEFAULTS: dict[str, Config] = {"cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}}
 
 
 def provider_defaults(provider: str, loss_function: str) -> Config:
-    """Return the ``loss_config`` that holds for the keys that a payload leaves out, if the provider has its own.
+    """Return the provider's defaults for keys that ``loss_config`` leaves out, if they differ from Modal's.
 
-    Without them an objective takes Modal's. ``evaluate`` does not know the provider: the service, which does, puts
-    ``{**provider_defaults(…), **payload["loss_config"]}`` into the payload that it gives to the engine. The tensors of
-    a datum count before ``loss_config``.
+    Modal's defaults are in the objectives. The service merges these into the ``loss_config`` of each payload before
+    the engine gets it, since ``evaluate`` does not know the provider.
     """
     return _TINKER_DEFAULTS.get(loss_function, {}) if provider == "tinker" else {}
 
 
 CLIPPING = frozenset({"ppo", "cispo", "gspo", "dppo", "ppo_critic"})
-"""Losses whose metrics have a ``clip_frac``."""
+"""The losses whose metrics have a ``clip_frac``."""
 
 
 def evaluate(loss_function: str, p: Sequence[float], tensors: Tensors, config: Config) -> Outcome:
-    """The terms of one datum, added up."""
+    """Return the sum of the terms of one datum, and their slopes."""
     loss, slopes, clipped, counted = 0.0, [0.0] * len(p), 0, 0
     for term in OBJECTIVES[loss_function](p, tensors, config):
         loss += term.value
@@ -164,18 +166,18 @@ def evaluate(loss_function: str, p: Sequence[float], tensors: Tensors, config: C
 
 
 def _weighted(tensors: Tensors) -> Iterator[tuple[int, float]]:
-    """The positions that count, with their weights."""
+    """Return t and w of the tokens that count."""
     return ((t, w) for t, w in enumerate(tensors["weights"]) if w != 0)
 
 
 def _sampled(tensors: Tensors) -> Iterator[tuple[int, float, float, float]]:
-    """t, w, q and A of the positions that count."""
+    """Return t, w, q and A of the tokens that count."""
     q, advantages = tensors["logprobs"], tensors["advantages"]
     return ((t, w, q[t], advantages[t]) for t, w in _weighted(tensors))
 
 
 def _clip_range(tensors: Tensors, config: Config) -> tuple[Sequence[float], Sequence[float]]:
-    """Return low and high per token: the datum's tensors, else ``loss_config``, else Modal's defaults 0.8 and 1.2."""
+    """Return low and high for each token: from the tensors, else from ``loss_config``, else 0.8 and 1.2."""
     n = len(tensors["weights"])
     low, high = (
         tensors[name] if name in tensors else [config.get(name, default)] * n
@@ -189,7 +191,7 @@ def _clip(x: float, low: float, high: float) -> float:
 
 
 def _clip_value(v: float, v_old: float, limit: float) -> float:
-    """Clip v to within ``limit`` of v_old. An unclipped v is returned itself: v_old + (v − v_old) may round."""
+    """Return v, moved to within ``limit`` of v_old. Unclipped it stays exact: v_old + (v − v_old) may be rounded."""
     return v if abs(v - v_old) <= limit else v_old + _clip(v - v_old, -limit, limit)
 
 
@@ -198,6 +200,6 @@ def _exp(x: float) -> float:
 
 
 def _ratio(log_ratio: float) -> tuple[float, float]:
-    """exp(log_ratio), limited, and its derivative, which is 0 beyond the limit. A NaN stays a NaN."""
+    """Return exp(log_ratio), limited, and its derivative, which is 0 beyond the limit. A NaN stays a NaN."""
     r = math.exp(_clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     return r, 0.0 if abs(log_ratio) > LOG_RATIO_LIMIT else r

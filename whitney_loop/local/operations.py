@@ -1,4 +1,4 @@
-"""One operation of a run: its state, and what it asks of the engine."""
+"""One operation of a run: its state, and the calls of the engine that execute it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHANGES_WEIGHTS = frozenset({"forward_backward", "optim_step"})
 
 
 class Cancelled(Exception):
-    """Raised through an engine to stop it: the run is being cancelled, and nobody wants the result."""
+    """Raised by ``proceed``, through the engine, to stop an operation of a run that is being cancelled."""
 
 
 @dataclass
 class Operation:
-    """One accepted operation."""
+    """An accepted operation."""
 
     operation_id: str
     run_id: str
@@ -38,7 +38,7 @@ class Operation:
 
     def end(self, status: str, *, result: JSONObject | None = None, error: JSONObject | None = None) -> None:
         self.status, self.result, self.error = status, result, error
-        self.payload, self.sampler = {}, None  # they can be large, and are not needed again
+        self.payload, self.sampler = {}, None  # these can be large, and are no longer needed
 
     @property
     def ended(self) -> bool:
@@ -50,12 +50,12 @@ class Operation:
 
 
 def fingerprint(sampler_id: str | None, kind: str, payload: JSONObject) -> str:
-    """Tells whether two operations with one ``seq_id`` are the same."""
+    """Return a hash that is equal if two requests with one ``seq_id`` ask for the same operation."""
     return hashlib.sha256(json.dumps([sampler_id, kind, payload], sort_keys=True).encode()).hexdigest()
 
 
 def execute(operation: Operation, engine: Engine, settings: RunSettings, storage: Storage) -> JSONObject:
-    """Return the result of any operation but ``save_weights_for_sampler``, whose sampler the run keeps."""
+    """Return the result of an operation of any kind but ``save_weights_for_sampler``, which the run executes itself."""
     kind, payload, sampler = operation.kind, operation.payload, operation.sampler
     if sampler is not None:
         if kind == "logprobs":
@@ -73,7 +73,7 @@ def execute(operation: Operation, engine: Engine, settings: RunSettings, storage
 
 
 def sample_together(batch: Sequence[Operation], settings: RunSettings) -> dict[int, JSONObject]:
-    """The results of several samples of one sampler, by ``seq_id``; empty if each must be asked for alone."""
+    """Return the results of several samples of one sampler by ``seq_id``; {} if each must be executed alone."""
     sampler = batch[0].sampler
     if len(batch) == 1 or not isinstance(sampler, BatchSampler):
         return {}
@@ -85,12 +85,12 @@ def sample_together(batch: Sequence[Operation], settings: RunSettings) -> dict[i
         }
     except Exception as failure:
         if not isinstance(failure, (EngineError, Cancelled)):
-            log(logging.WARNING, "sample_many broke; asking for each sample alone", failure)
+            log(logging.WARNING, "sample_many broke; each sample is executed alone", failure)
         return {}
 
 
 def error_of(failure: Exception, engine_name: str, what: str) -> JSONObject:
-    """The error as the client sees it; what is not an EngineError may tell paths or keys, so it is only logged."""
+    """Return the error for the client. If it is no EngineError, its text may contain secrets and is only logged."""
     if isinstance(failure, EngineError):
         return {"code": failure.code, "message": str(failure), "retryable": False}
     log(logging.ERROR, f"{what}: {engine_name} broke", failure)
@@ -112,6 +112,6 @@ def _sampling_seed(operation: Operation, settings: RunSettings) -> str:
 
 
 def _with_defaults(payload: JSONObject, settings: RunSettings) -> JSONObject:
-    """The payload with the provider's own defaults for the ``loss_config`` keys that it leaves out."""
+    """Return the payload with the provider's own defaults for the keys that its ``loss_config`` leaves out."""
     defaults = provider_defaults(settings.provider, payload["loss_function"])
     return payload | {"loss_config": {**defaults, **payload["loss_config"]}}

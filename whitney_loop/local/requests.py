@@ -1,4 +1,4 @@
-"""What the body of a request must be: shape, types, ranges, the provider's tables and the engine's limits."""
+"""The rules for the body of a request: fields, types, ranges, the provider's tables and the engine's limits."""
 
 from __future__ import annotations
 
@@ -18,28 +18,21 @@ from whitney_loop.payloads import (
     check_sample_request,
 )
 
-RUN_KINDS = (
-    "save_weights_for_sampler",
-    "forward",
-    "forward_backward",
-    "optim_step",
-    "save_state",
-    "export_lora",
-)
+RUN_KINDS = ("save_weights_for_sampler", "forward", "forward_backward", "optim_step", "save_state", "export_lora")
 SAMPLER_KINDS = ("sample", "logprobs")
 
 _MAX_MODEL_CHARS = 200
-_MAX_INTEGER = 2**63 - 1  # an int64
-_DRAWN_SEEDS = 2**31  # a drawn seed fits into an int32, whatever a script does with it
-_MAX_RESULT_BYTES = 256 * 2**20  # the client reads no larger answer
-# Upper bounds of JSON: the braces, names and stop_reason of a sequence take 57 bytes; a token takes 5 for its id and
-# 26 for its logprob. So 8 million tokens fit into one sample.
+_MAX_INTEGER = 2**63 - 1  # of an int64
+_DRAWN_SEEDS = 2**31  # drawn seeds fit into an int32, for scripts that need that
+_MAX_RESULT_BYTES = 256 * 2**20  # the client reads no larger body
+# Upper bounds in JSON: a sequence takes 57 bytes for braces, names and stop_reason; a token takes 5 for its id and 26
+# for its logprob. So 8 million tokens fit into one result.
 _SEQUENCE_BYTES = 64
 _TOKEN_BYTES = 32
 
 
 class ServiceError(Exception):
-    """A refused request: HTTP ``status``, ``code`` and message; ``extra`` are further fields of the error object."""
+    """A refused request: its HTTP ``status``, ``code``, message, and ``extra`` fields of the error object."""
 
     def __init__(self, status: int, code: str, message: str, **extra: Any) -> None:
         super().__init__(message)
@@ -54,7 +47,7 @@ def invalid(message: str) -> ServiceError:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of a run, as its creator asked for them."""
+    """The settings of a run, as they were requested."""
 
     provider: str
     model: str
@@ -64,7 +57,7 @@ class RunSettings:
 
 
 def session_request(body: JSONObject) -> str:
-    """Return the provider that a new session asks for."""
+    """Return the provider of a new session."""
     _check_fields(body, required={"provider"})
     provider = body["provider"]
     if not isinstance(provider, str) or provider not in LOSS_SUPPORT:
@@ -92,7 +85,7 @@ def run_request(provider: str, body: JSONObject, backend: Backend) -> RunSetting
 
 
 def operation_request(body: JSONObject) -> tuple[int, str, JSONObject]:
-    """Return ``seq_id``, ``kind`` and ``payload`` of an operation; ``check_operation`` judges the last two."""
+    """Return ``seq_id``, ``kind`` and ``payload`` of an operation; ``check_operation`` checks the last two."""
     _check_fields(body, required={"kind", "seq_id", "payload"})
     kind, payload = body["kind"], body["payload"]
     if not isinstance(kind, str):
@@ -103,16 +96,12 @@ def operation_request(body: JSONObject) -> tuple[int, str, JSONObject]:
 
 
 def check_operation(kind: str, payload: JSONObject, *, at_sampler: bool, provider: str, backend: Backend) -> None:
-    """Raise ServiceError if an operation can be refused without running it.
-
-    ``at_sampler``: it was sent to the path of a sampler.
-    """
+    """Raise ServiceError if the operation is invalid. ``at_sampler``: it was sent to the path of a sampler."""
     try:
         _check_kind(kind, at_sampler)
         if kind in ("forward", "forward_backward"):
-            _check_advertised(payload.get("loss_function"), provider)
+            _check_loss(payload.get("loss_function"), provider, backend)
             check_payload(payload, provider, kind=kind)
-            _check_computed(payload["loss_function"], provider, backend)
             for index, datum in enumerate(payload["data"]):
                 targets = datum["loss_inputs"]["target_tokens"]["values"]
                 _check_text(f"data[{index}].input.token_ids", datum["input"]["token_ids"], backend)
@@ -144,16 +133,13 @@ def _check_kind(kind: str, at_sampler: bool) -> None:
         raise ValueError(f"kind {shown(kind)} is unknown; expected one of {', '.join(here)}")
 
 
-def _check_advertised(loss: object, provider: str) -> None:
+def _check_loss(loss: object, provider: str, backend: Backend) -> None:
     if not isinstance(loss, str):
-        return  # check_payload finds the words
+        return  # check_payload rejects it
     try:
         require_advertised_loss(provider, loss)
     except ValueError as error:
         raise ServiceError(422, "unsupported_loss", str(error)) from error
-
-
-def _check_computed(loss: str, provider: str, backend: Backend) -> None:
     if loss not in backend.losses:
         computed = ", ".join(sorted(LOSS_SUPPORT[provider] & backend.losses))
         raise ServiceError(
@@ -164,7 +150,7 @@ def _check_computed(loss: str, provider: str, backend: Backend) -> None:
 
 
 def _check_text(name: str, token_ids: Sequence[int], backend: Backend, max_tokens: int = 0) -> None:
-    """Raise ValueError if a text, with the ``max_tokens`` that may follow it, does not fit into the model."""
+    """Raise ValueError if a text, and the ``max_tokens`` that may follow, do not fit into the model."""
     _check_vocabulary(name, token_ids, backend)
     if backend.context_length is not None and len(token_ids) + max_tokens > backend.context_length:
         further = f" and max_tokens is {max_tokens}" if max_tokens else ""
@@ -216,6 +202,6 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def shown(value: object) -> str:
-    """A value for a message: JSON, truncated."""
+    """Return a value for a message, as truncated JSON."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,7 +1,8 @@
-"""One run: operations in ``seq_id`` order, each exactly once, and the worker thread that executes them.
+"""One run: its operations, executed in ``seq_id`` order and exactly once, and the worker thread that does this.
 
-A run's state is read and changed under its own condition only. The engine works outside it, so a run can be asked
-while it computes. The worker alone makes, calls and closes the engine and its samplers.
+The state of a run is read and changed only while its condition ``_changed`` is held. The worker calls the engine
+without it, so that a run answers requests while its engine computes. Only the worker makes, calls and closes the
+engine and its samplers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 import re
 import secrets
 import threading
-from array import array
 from collections import deque
 
 from whitney_loop.local.engine import Backend, BatchSampler, Engine, EngineError, JSONObject, Sampler
@@ -28,20 +28,21 @@ from whitney_loop.local.requests import RunSettings, ServiceError, check_operati
 from whitney_loop.local.storage import Storage
 
 _LONGEST_POLL_S = 60.0
-_ALLOCATION_WAIT_S = 2.0  # most engines are made in less, and their runs are answered "active" at once
-_FINISH_WAIT_S = 20.0  # like the client's long polls; a client that is answered "active" asks again
-_OPERATIONS_KEPT = 256  # a client may rely on the newest 256 results and the newest 16 samplers
-_SAMPLERS_KEPT = 16  # and on the first one, which is often the reference policy
-_GATHER_S = 0.02  # between samples that are sent one after the other, to be sampled together
-_OPEN = frozenset({"allocating", "active"})  # operations are accepted
+_ALLOCATION_WAIT_S = 2.0  # most engines are made in less time, so that the first answer is "active"
+_FINISH_WAIT_S = 20.0  # like the client's long polls; if the answer is still "active", the client asks again
+_OPERATIONS_KEPT = 256  # the newest; a client may rely on this number, and on that of samplers
+_SAMPLERS_KEPT = 16  # the newest, besides the first one, which is often the reference policy
+_GATHER_S = 0.02  # how long to wait for one more sample before a batch begins
+_OPEN = frozenset({"allocating", "active"})  # the statuses in which operations are accepted
 _TERMINAL = frozenset({"finished", "cancelled", "failed"})
 
 
 class Run:
-    """One model in training: its queue, its worker, and the operations and samplers that are kept."""
+    """One model in training: its queue, its worker, and the operations and samplers that it keeps."""
 
     def __init__(self, session_id: str, settings: RunSettings, backend: Backend, storage: Storage) -> None:
-        self.run_id = f"run-{secrets.token_hex(8)}"
+        self._hex_id = secrets.token_hex(8)  # also in the ids of operations and samplers
+        self.run_id = f"run-{self._hex_id}"
         self.session_id = session_id
         self.status = "allocating"
         self._settings = settings
@@ -52,11 +53,11 @@ class Run:
         self._operations: dict[int, Operation] = {}  # by seq_id, the newest _OPERATIONS_KEPT
         self._queue: deque[Operation] = deque()
         self._running: list[Operation] = []
-        self._samplers: dict[int, Sampler] = {}  # by the seq_id of the save, in that order
-        self._forgotten_samplers = array("Q")  # their seq_ids: 8 bytes each, so a million of them take 8 MB
+        self._samplers: dict[int, Sampler] = {}  # by number, oldest first
+        self._samplers_made = 0
         self._to_close: list[Sampler] = []  # forgotten samplers that operations in the queue may still need
         self._finishing = False
-        self._stopping = False  # the whole service stops: nobody waits any longer
+        self._stopping = False  # the service ends, so that requests must not wait any longer
         self._changed = threading.Condition()
         self._worker = threading.Thread(target=self._work, name=f"worker of {self.run_id}", daemon=True)
         self._worker.start()
@@ -85,7 +86,7 @@ class Run:
         return body
 
     def allocated(self) -> JSONObject:
-        """Return the run when its engine has been made or has failed, or after a while as ``allocating``."""
+        """Return the run when its engine has been made or has failed; after two seconds, as ``allocating``."""
         with self._changed:
             self._changed.wait_for(lambda: self.status != "allocating" or self._stopping, timeout=_ALLOCATION_WAIT_S)
             return self.body()
@@ -96,10 +97,12 @@ class Run:
         with self._changed:
             if seq_id < self._next_seq_id:
                 return self._existing(seq_id, own_fingerprint).body()
-            self._require_active()
+            if self.status not in _OPEN or self._finishing:
+                raise self._not_active()
             sampler = None if sampler_id is None else self._sampler(sampler_id)
-            at_sampler, provider = sampler is not None, self._settings.provider
-            check_operation(kind, payload, at_sampler=at_sampler, provider=provider, backend=self._backend)
+            check_operation(
+                kind, payload, at_sampler=sampler is not None, provider=self._settings.provider, backend=self._backend
+            )
             if seq_id > self._next_seq_id:
                 raise ServiceError(
                     409,
@@ -111,10 +114,10 @@ class Run:
                 raise ServiceError(
                     429, "queue_full", f"{_OPERATIONS_KEPT} operations are waiting; submit again when some have ended"
                 )
-            operation_id = f"op-{self._hex_id()}-{seq_id}"
+            operation_id = f"op-{self._hex_id}-{seq_id}"
             operation = Operation(operation_id, self.run_id, kind, seq_id, own_fingerprint, payload, sampler)
             self._operations[seq_id] = operation
-            # The queue is no longer than what is kept, so the forgotten operation has ended.
+            # No more operations wait or run than are kept, so the operation that is forgotten has ended.
             self._operations.pop(seq_id - _OPERATIONS_KEPT, None)
             self._next_seq_id += 1
             self._queue.append(operation)
@@ -124,7 +127,7 @@ class Run:
     def operation(self, operation_id: str, wait_s: float) -> JSONObject:
         """Return the operation when it has ended, or unfinished after ``wait_s`` seconds."""
         with self._changed:
-            seq_id = self._seq_id_in(operation_id, "op")
+            seq_id = self._number_in(operation_id, "op")
             if not 1 <= seq_id < self._next_seq_id:
                 raise ServiceError(404, "not_found", f"run {self.run_id} has no operation {operation_id!r}")
             operation = self._kept(seq_id)
@@ -132,20 +135,20 @@ class Run:
             return operation.body()
 
     def finish(self) -> JSONObject:
-        """Accept no more operations and let the queue end. Return the run when it has finished, or after a while."""
+        """Accept no more operations. Return the run when the queue is done, or after 20 seconds."""
         with self._changed:
             if self.status in _OPEN:
                 self._finishing = True
                 self._settle()
             elif self.status != "finished":
-                self._require_active()
+                raise self._not_active()
             self._changed.wait_for(lambda: self.ended or self._stopping, timeout=_FINISH_WAIT_S)
             return self.body()
 
     def cancel(self) -> JSONObject:
-        """Cancel the queue, and stop what the engine computes as soon as it asks whether to proceed.
+        """Cancel the queue, and the running operations as soon as the engine calls ``proceed``.
 
-        A run that has ended stays unchanged.
+        If the run has ended, change nothing.
         """
         with self._changed:
             if self.status in _OPEN:
@@ -159,7 +162,7 @@ class Run:
             self._operations.clear()
 
     def stop(self) -> threading.Thread:
-        """Cancel, wake everybody who waits, and return the worker, to be joined."""
+        """Cancel the run, wake the requests that wait, and return the worker so that the caller can join it."""
         with self._changed:
             self.cancel()
             self._stopping = True
@@ -170,16 +173,15 @@ class Run:
     def ended(self) -> bool:
         return self.status in _TERMINAL
 
-    # Rules; called with the condition held
+    # Rules; called while the condition is held
 
-    def _require_active(self) -> None:
-        if self.status not in _OPEN or self._finishing:
-            state = "finishing" if self.status in _OPEN else self.status
-            reason = f" ({self._error['message']})" if self._error else ""
-            raise ServiceError(409, "run_not_active", f"run {self.run_id} is {state}{reason}; create another run")
+    def _not_active(self) -> ServiceError:
+        state = "finishing" if self.status in _OPEN else self.status
+        reason = f" ({self._error['message']})" if self._error else ""
+        return ServiceError(409, "run_not_active", f"run {self.run_id} is {state}{reason}; create another run")
 
     def _existing(self, seq_id: int, own_fingerprint: str) -> Operation:
-        """The operation that took ``seq_id``. Raises ServiceError unless it is the same operation."""
+        """Return the operation that took ``seq_id``. Raise ServiceError if it differs from the submitted one."""
         existing = self._kept(seq_id)
         if existing.fingerprint != own_fingerprint:
             raise ServiceError(
@@ -195,34 +197,30 @@ class Run:
             raise ServiceError(
                 410,
                 "expired",
-                f"operation {seq_id} is no longer kept: only a run's newest {_OPERATIONS_KEPT} are, and only as long "
-                "as their session is open or among the newest that have ended",
+                f"operation {seq_id} is no longer kept: a run keeps its newest {_OPERATIONS_KEPT} operations, and "
+                "loses them some time after its session has ended",
             )
         return self._operations[seq_id]
 
     def _sampler(self, sampler_id: str) -> Sampler:
-        seq_id = self._seq_id_in(sampler_id, "smp")
-        if seq_id in self._samplers:
-            return self._samplers[seq_id]
-        if seq_id in self._forgotten_samplers:
+        number = self._number_in(sampler_id, "smp")
+        if not 1 <= number <= self._samplers_made:
+            raise ServiceError(404, "not_found", f"run {self.run_id} has no sampler {sampler_id!r}")
+        if number not in self._samplers:
             raise ServiceError(
                 410,
                 "expired",
-                f"sampler {sampler_id} is no longer kept: only the first and the newest {_SAMPLERS_KEPT} are; "
-                "save the weights again",
+                f"sampler {sampler_id} is no longer kept: a run keeps its first sampler and the newest "
+                f"{_SAMPLERS_KEPT}; save the weights again",
             )
-        raise ServiceError(404, "not_found", f"run {self.run_id} has no sampler {sampler_id!r}")
+        return self._samplers[number]
 
-    def _hex_id(self) -> str:
-        return self.run_id.removeprefix("run-")
+    def _number_in(self, identifier: str, prefix: str) -> int:
+        """Return the number in the id of a sampler or an operation (its ``seq_id``); 0 if it is not an id of this run.
 
-    def _seq_id_in(self, identifier: str, prefix: str) -> int:
-        """The ``seq_id`` in an id of an operation or sampler; 0 if it is not an id of this run.
-
-        The id contains the seq_id, so an expired operation (410) differs from an unknown one (404) without a list of
-        all ids.
+        The number tells a forgotten one (410) from an unknown one (404), without a list of all ids.
         """
-        match = re.fullmatch(rf"{prefix}-{self._hex_id()}-([1-9][0-9]{{0,17}})", identifier)
+        match = re.fullmatch(rf"{prefix}-{self._hex_id}-([1-9][0-9]{{0,17}})", identifier)
         return int(match[1]) if match else 0
 
     def _cancel_queue(self) -> None:
@@ -230,7 +228,7 @@ class Run:
             self._queue.popleft().end("cancelled")
 
     def _settle(self) -> None:
-        """End the run if nothing is left to do, and wake everybody who waits."""
+        """End the run if nothing is left to do, and wake the worker and the requests that wait."""
         if not self._running and not self._queue:
             if self.status == "cancelling":
                 self.status = "cancelled"
@@ -267,17 +265,17 @@ class Run:
             self._settle()
 
     def _fail_allocation(self, failure: Exception) -> None:
-        """Fail the run, and the first operation that waits for it, with the engine's words."""
+        """Fail the run and the first operation in its queue with the error of the engine."""
         with self._changed:
             if self.status == "allocating":
-                error = self._error_of(failure, self.run_id)
+                error = error_of(failure, self._backend.name, self.run_id)
                 if self._queue:
                     self._queue.popleft().end("failed", error=error)
                 self._fail(error)
             self._settle()
 
     def _next_batch(self) -> list[Operation]:
-        """The next operation, with the samples behind it if they can be taken together; empty if the run has ended."""
+        """Return the next operation, with the samples behind it if they can be batched; [] if the run has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self.ended)
             if self.ended:
@@ -303,7 +301,7 @@ class Run:
             try:
                 if result is None:
                     result = self._execute(operation, engine)
-                json.dumps(result, allow_nan=False)  # NaN is never sent: an engine that returns one is broken
+                json.dumps(result, allow_nan=False)  # fails for NaN, which JSON does not have
             except Exception as error:
                 failure = error
             with self._changed:
@@ -314,7 +312,7 @@ class Run:
     def _execute(self, operation: Operation, engine: Engine) -> JSONObject:
         self._proceed()
         if operation.kind == "save_weights_for_sampler":
-            return self._keep_sampler(operation.seq_id, engine.sampler())
+            return self._keep_sampler(engine.sampler())
         return execute(operation, engine, self._settings, self._storage)
 
     def _end(self, operation: Operation, result: JSONObject | None, failure: Exception | None) -> None:
@@ -323,30 +321,27 @@ class Run:
         elif isinstance(failure, Cancelled):
             operation.end("cancelled")
         else:
-            error = self._error_of(failure, operation.operation_id)
+            error = error_of(failure, self._backend.name, operation.operation_id)
             operation.end("failed", error=error)
             weights_may_have_changed = operation.kind in CHANGES_WEIGHTS and not isinstance(failure, EngineError)
             if weights_may_have_changed and self.status in _OPEN:
                 self._fail(error | {"operation_id": operation.operation_id})
 
-    def _error_of(self, failure: Exception, what: str) -> JSONObject:
-        return error_of(failure, self._backend.name, what)
-
     def _proceed(self) -> None:
-        if self.status not in _OPEN:  # without the condition, since it may be asked before every token
+        if self.status not in _OPEN:  # read without the condition, since this may be called for every token
             raise Cancelled
 
-    def _keep_sampler(self, seq_id: int, sampler: Sampler) -> JSONObject:
+    def _keep_sampler(self, sampler: Sampler) -> JSONObject:
         with self._changed:
-            self._samplers[seq_id] = sampler
+            self._samplers_made += 1
+            self._samplers[self._samplers_made] = sampler
             if len(self._samplers) > _SAMPLERS_KEPT + 1:
                 _first, oldest, *_newer = self._samplers
                 self._to_close.append(self._samplers.pop(oldest))
-                self._forgotten_samplers.append(oldest)
-        return {"sampler_id": f"smp-{self._hex_id()}-{seq_id}", "version": sampler.version}
+            return {"sampler_id": f"smp-{self._hex_id}-{self._samplers_made}", "version": sampler.version}
 
     def _close_forgotten_samplers(self) -> None:
-        """Close them as soon as no operation in the queue needs them."""
+        """Close the forgotten samplers that no operation in the queue needs."""
         with self._changed:
             needed = {id(operation.sampler) for operation in self._queue}
             unneeded = [sampler for sampler in self._to_close if id(sampler) not in needed]

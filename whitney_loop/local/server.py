@@ -25,22 +25,22 @@ from whitney_loop.local.log import log
 from whitney_loop.local.requests import ServiceError
 from whitney_loop.local.service import Service
 
-HOST = "127.0.0.1"  # the default, because there is no TLS
+HOST = "127.0.0.1"  # this machine only by default, because there is no TLS
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
-_SOCKET_TIMEOUT_S = 30.0  # for a client that neither sends nor reads; during a long poll the client is not waited for
-_REQUEST_S = 120.0  # for a request to arrive completely: the largest body at 4 Mbit/s
-_MOST_CONNECTIONS = 500  # each is a thread; a process may usually have twice as many open
-_PAUSE_S = 0.1  # if the process cannot open another connection; without it, accepting would spin
-_LINGER_S = 2.0  # for a client that is still sending a body that nobody reads
-_LINGER_BYTES = 4 * MAX_BODY_BYTES
-_STOP_S = 2.0  # for the workers to end, then for the connections; a longer computation ends with the process
+_SOCKET_TIMEOUT_S = 30.0  # the longest wait for the client to send or to read something
+_REQUEST_S = 120.0  # the longest time for a whole request to arrive; enough for the largest body at 4 Mbit/s
+_MOST_CONNECTIONS = 500  # each needs a thread; a process may usually have about 1,000 files and connections open
+_PAUSE_S = 0.1  # after a failure to accept a connection, so that repeated failures do not take all the CPU time
+_LINGER_S = 2.0  # the longest wait for more of a body that is not wanted
+_LINGER_BYTES = 4 * MAX_BODY_BYTES  # the most that is read of it
+_STOP_S = 2.0  # the longest wait for the workers to end, and then for the connections
 _MAX_KEY_CHARS = 200
 _RETRYABLE = frozenset({429, 500, 503})
 
 
 class Request(NamedTuple):
-    """The parts of a request that a route may use; ``raw`` is the body, ``key`` the Idempotency-Key."""
+    """The parts of a request that the service uses; ``raw`` is the body, ``key`` the Idempotency-Key."""
 
     raw: bytes
     key: str | None
@@ -62,7 +62,7 @@ class Request(NamedTuple):
         except ValueError:
             seconds = math.nan
         if not 0 <= seconds < math.inf:
-            raise ServiceError(400, "invalid_request", "wait_s is not a number of seconds from 0")
+            raise ServiceError(400, "invalid_request", "wait_s must be a number of seconds, 0 or more")
         return seconds
 
 
@@ -86,16 +86,16 @@ _PATTERNS = [
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection; one request after the other."""
+    """One connection, which serves one request after the other."""
 
     server: LocalServer
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.1"  # so that a malformed first line is answered with a status line
+    default_request_version = "HTTP/1.1"  # with HTTP/0.9, the answer to a malformed first line would have no head
     server_version = "whitney-loop"
     sys_version = ""
     timeout = _SOCKET_TIMEOUT_S
     disable_nagle_algorithm = True
-    wbufsize = -1  # buffered: headers and body leave in one packet
+    wbufsize = -1  # buffered, so that headers and body leave in one packet
     _body_is_unread = False
 
     def handle_one_request(self) -> None:
@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             status, body = 200, self._result()
         except (ConnectionError, TimeoutError):
-            raise  # the client has left, or is too slow
+            raise  # the client has left or is too slow
         except ServiceError as error:
             status, body = error.status, _error_body(error)
         except RecursionError:
@@ -120,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
         if self._body_is_unread:
             self._linger()
 
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = do_GET  # noqa: N815 - as above
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = do_GET  # noqa: N815 - names of http.server
 
     def _result(self) -> JSONObject:
         self._authorise()
@@ -135,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _authorise(self) -> None:
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-        # Headers arrive as Latin-1; the comparison takes as long for a near miss as for a far one.
+        # http.server decodes headers as Latin-1. The time of compare_digest does not depend on where two keys differ.
         if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self.server.key_bytes):
             raise ServiceError(401, "unauthorized", "send Authorization: Bearer and the key of this service")
 
@@ -153,10 +153,10 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers:
-            self._body_is_unread = True  # its end is unknown, so no later request can be read either
+            self._body_is_unread = True
             raise ServiceError(411, "length_required", "send the body with a Content-Length, not chunked")
         if not lengths:
-            return b""  # HTTP/1.1: then there is no body, and the next request begins here
+            return b""  # by the rules of HTTP/1.1 there is no body
         if len(lengths) > 1 or not re.fullmatch("[0-9]{1,18}", lengths[0]):
             raise ServiceError(400, "invalid_request", "Content-Length is not a number of bytes")
         length = int(lengths[0])
@@ -190,7 +190,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _linger(self) -> None:
-        """Drop the rest of the body before closing; closing at once would reset the answer that was sent."""
+        """Read and drop the rest of the body; closing at once could lose the answer before the client reads it."""
         self.connection.settimeout(_LINGER_S)
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
@@ -200,11 +200,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_expect_100(self) -> bool:
         proceed = super().handle_expect_100()
-        self.wfile.flush()  # without it the client waits for this line, and the service for the body
+        self.wfile.flush()  # otherwise the client waits for this line while the service waits for the body
         return proceed
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what http.server itself refuses, such as a malformed request line."""
+        """Answer a request that http.server itself refuses, such as one with a malformed first line."""
         self.close_connection = True
         self._answer(code, _error_body(ServiceError(code, "bad_request", message or "the request is malformed")))
 
@@ -215,26 +215,24 @@ class Handler(BaseHTTPRequestHandler):
 class LocalServer(ThreadingHTTPServer):
     """The service on a port of ``host``. ``serve_forever`` runs it; call ``stop`` after that has returned.
 
-    Raises OSError if the port is taken or the host is not an address of this machine.
+    Raise OSError if the port is taken or the host is not an address of this machine.
     """
 
-    daemon_threads = True
-    request_queue_size = 128  # many clients may start at once
-    allow_reuse_address = os.name != "nt"  # on Windows it would share a taken port
-    allow_reuse_port = False
+    request_queue_size = 128  # many clients may connect at once
+    allow_reuse_address = os.name != "nt"  # on Windows this would let two servers share a port
+    allow_reuse_port = False  # on other systems, this would
 
     def __init__(self, service: Service, api_key: str, port: int = 0, host: str = HOST) -> None:
         self.service = service
         self.key_bytes = api_key.encode()
         self._connections: dict[Any, threading.Thread] = {}
-        self.reading: dict[Any, float] = {}  # connection → time since when its request is awaited
+        self.reading: dict[Any, float] = {}  # connections without a whole request → since when they wait for it
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's would ask the name service, which can take seconds
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        socketserver.TCPServer.server_bind(self)  # that of HTTPServer looks up the host's name, which can take seconds
 
     def get_request(self) -> Any:
         try:
@@ -244,10 +242,10 @@ class LocalServer(ThreadingHTTPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return len(self._connections) < _MOST_CONNECTIONS  # a client whose connection is closed asks again
+        return len(self._connections) < _MOST_CONNECTIONS  # beyond that it is closed, and the client tries again
 
     def service_actions(self) -> None:
-        """Close the connections that have not sent a whole request in time; called repeatedly while it serves."""
+        """Close connections that have not sent a whole request in time; ``serve_forever`` calls this repeatedly."""
         too_long_ago = time.monotonic() - _REQUEST_S
         for connection, since in list(self.reading.items()):
             if since < too_long_ago:
@@ -255,12 +253,12 @@ class LocalServer(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
-        """Cancel every run, answer every waiting client, close all connections and wait for their threads."""
+        """Cancel every run, answer every request that waits, and close all connections."""
         self.service.stop(_STOP_S)
         deadline = time.monotonic() + _STOP_S
         for connection, thread in list(self._connections.items()):
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RD)  # an answer may still be sent
+                connection.shutdown(socket.SHUT_RD)  # it may still send an answer
             thread.join(max(0.0, deadline - time.monotonic()))
         self.server_close()
 

@@ -1,6 +1,6 @@
-"""The embedded service without HTTP: sessions, and which run belongs to which.
+"""The embedded service without HTTP: sessions and their runs.
 
-The rules of one run are in ``run.py``, those of a request's body in ``requests.py``.
+The rules for one run are in ``run.py``, those for the body of a request in ``requests.py``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from whitney_loop.local.run import Run
 from whitney_loop.local.storage import Storage
 from whitney_loop.losses import LOSS_SUPPORT
 
-_ENDED_SESSIONS_WITH_RESULTS = 16  # results can take megabytes a run: those of older ended sessions are forgotten
-_SESSIONS_KEPT = 1_000  # the service may run for weeks: beyond this the oldest ended session is forgotten
-_RUNS_PER_SESSION = 256  # each active one is a thread and a model
+_SESSIONS_WITH_RESULTS = 16  # the newest; results can take megabytes, so older ended sessions lose theirs
+_SESSIONS_KEPT = 1_000  # the service may run for weeks, so beyond this number the oldest ended session is forgotten
+_RUNS_PER_SESSION = 256  # each active run needs a thread and a model
 
 
 @dataclass
 class Session:
-    """A provider's session and the runs in it."""
+    """A session with a provider, and its runs."""
 
     provider: str
-    key: str | None
+    key: str | None  # the Idempotency-Key of the request that created it
     session_id: str = field(default_factory=lambda: f"ses-{secrets.token_hex(8)}")
     status: str = "open"
     runs: list[Run] = field(default_factory=list)
@@ -55,20 +55,19 @@ class Session:
 
 
 class Service:
-    """The requests that the HTTP front passes on: JSON bodies in, JSON bodies out, ServiceError for a refusal.
+    """Answers the requests of the HTTP front: takes and returns JSON bodies, or raises ServiceError.
 
-    ``key`` is the Idempotency-Key: a second request with the same one returns the session or run of the first.
-    Without a ``backend`` it is the embedded byte-lm that trains. Raises OSError if ``storage`` cannot be written.
+    ``key`` is the Idempotency-Key: a second request with the same key returns the session or run of the first.
+    ``backend`` trains; None: the embedded byte-lm. Raise OSError if ``storage`` cannot be written.
     """
 
     def __init__(self, storage: Path, backend: Backend | None = None) -> None:
         self._backend = backend or ByteLMBackend()
         self._storage = Storage(storage, self._backend.name)
         self._sessions: dict[str, Session] = {}
-        self._sessions_by_key: dict[str, Session] = {}
         self._runs: dict[str, Run] = {}
         self._stopping = False
-        self._lock = threading.Lock()  # held to make, close and forget sessions and runs
+        self._lock = threading.Lock()  # held while sessions and runs are created, closed and forgotten
 
     def capabilities(self) -> JSONObject:
         offer = {"operations": [*RUN_KINDS, *SAMPLER_KINDS], "models": [self._backend.model]}
@@ -76,21 +75,22 @@ class Service:
 
     def create_session(self, body: JSONObject, key: str | None) -> JSONObject:
         with self._lock:
-            if key in self._sessions_by_key:
-                return self._sessions_by_key[key].body()
+            for existing in self._sessions.values():
+                if key is not None and existing.key == key:
+                    return existing.body()
             provider = session_request(body)
+            if self._stopping:
+                raise ServiceError(503, "shutting_down", "the service is ending; start it again")
             self._make_room()
             session = Session(provider, key)
             self._sessions[session.session_id] = session
-            if key is not None:
-                self._sessions_by_key[key] = session
             return session.body()
 
     def session(self, session_id: str) -> JSONObject:
         return self._session(session_id).body()
 
     def close_session(self, session_id: str) -> JSONObject:
-        """Cancel every run in the session, without waiting for their end."""
+        """Cancel every run in the session. Do not wait for their end."""
         with self._lock:
             session = self._session(session_id)
             session.status = "closed"
@@ -106,15 +106,15 @@ class Service:
                 run = self._new_run(session, body)
                 if key is not None:
                     session.runs_by_key[key] = run
-        return run.allocated()  # without the lock: an engine may be made for minutes
+        return run.allocated()  # without the lock, since this waits for the engine
 
     def _new_run(self, session: Session, body: JSONObject) -> Run:
         if session.status != "open":
-            message = f"session {session.session_id} is closed; create another one"
+            message = f"session {session.session_id} is closed; create another session"
             raise ServiceError(409, "session_not_open", message)
         settings = run_request(session.provider, body, self._backend)
         if len(session.runs) >= _RUNS_PER_SESSION:
-            message = f"session {session.session_id} holds {_RUNS_PER_SESSION} runs; create another one"
+            message = f"session {session.session_id} holds {_RUNS_PER_SESSION} runs; create another session"
             raise ServiceError(409, "too_many_runs", message)
         most, active = self._backend.most_runs, sum(not run.ended for run in self._runs.values())
         if most is not None and active >= most:
@@ -144,7 +144,7 @@ class Service:
         return self._run(run_id).operation(operation_id, wait_s)
 
     def stop(self, timeout_s: float) -> None:
-        """Close every session and wait for the workers, at most ``timeout_s`` seconds in all."""
+        """Close every session and wait for the workers, at most ``timeout_s`` seconds for all together."""
         with self._lock:
             self._stopping = True
             for session in self._sessions.values():
@@ -165,10 +165,11 @@ class Service:
         return run
 
     def _make_room(self) -> None:
-        """Forget results and sessions beyond what is kept. Raises ServiceError if there is no room for a session."""
-        if self._stopping:
-            raise ServiceError(503, "shutting_down", "the service is ending; start it again")
-        for session in list(self._sessions.values())[:-_ENDED_SESSIONS_WITH_RESULTS]:
+        """Forget old results, and the oldest ended session if the limit is reached.
+
+        Raise ServiceError if it is reached and no session has ended.
+        """
+        for session in list(self._sessions.values())[:-_SESSIONS_WITH_RESULTS]:
             if session.has_ended:
                 for run in session.runs:
                     run.forget_operations()
@@ -178,7 +179,5 @@ class Service:
         if oldest is None:
             raise ServiceError(429, "too_many_sessions", f"{_SESSIONS_KEPT} sessions are open; close some of them")
         del self._sessions[oldest.session_id]
-        if oldest.key is not None:
-            del self._sessions_by_key[oldest.key]
         for run in oldest.runs:
             del self._runs[run.run_id]

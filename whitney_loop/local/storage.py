@@ -1,7 +1,7 @@
 """Saved states and exported adapters on disk.
 
-A state is a folder ``states/STATE_ID``: the engine alone writes and reads its folder ``engine``, and ``origin.json``
-beside it names the engine, model and rank that it belongs to. ``adapters/ARTIFACT_ID`` is an adapter as PEFT reads it.
+A state is a folder ``states/STATE_ID``. In it, ``engine`` is a folder that only the engine writes and reads, and
+``origin.json`` names the engine, model and rank of the run that was saved. ``adapters/ARTIFACT_ID`` is a PEFT adapter.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from whitney_loop.local.requests import RunSettings, ServiceError, invalid, show
 
 DEFAULT_STORAGE = ".whitney_local"
 
-_STATE_ID = re.compile(r"state-[0-9a-f]{16}")  # no other characters, so an id never leads out of the folder
+_STATE_ID = re.compile(r"state-[0-9a-f]{16}")  # no dots and slashes, so that an id cannot name another folder
 
 
 class Storage:
-    """The folder of states and adapters of one engine. Raises OSError if it cannot be written.
+    """The folder of the states and adapters of one engine. Raise OSError if it cannot be written.
 
-    Later, a folder that cannot be written is an EngineError ``storage_failed``.
+    If that happens later, ``save_state`` and ``export_lora`` raise EngineError ``storage_failed``.
     """
 
     def __init__(self, folder: Path, engine_name: str) -> None:
@@ -36,7 +36,7 @@ class Storage:
         self._engine_name = engine_name
         for each in (self._states, self._adapters):
             each.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=each).close()  # fail now, not after the training
+            tempfile.TemporaryFile(dir=each).close()  # raise now, not after the training
 
     def save_state(self, engine: Engine, settings: RunSettings) -> JSONObject:
         state_id = f"state-{secrets.token_hex(8)}"
@@ -47,7 +47,7 @@ class Storage:
         return {"state_id": state_id, "step": step}
 
     def check_state(self, settings: RunSettings) -> None:
-        """Raise ServiceError unless the state to resume from exists, and is of the run's engine, model and rank."""
+        """Raise ServiceError unless the state to resume from exists and has the run's engine, model and rank."""
         state_id = settings.resume_from
         if state_id is None:
             return
@@ -67,9 +67,9 @@ class Storage:
             raise invalid(f"resume_from: {state_id} was saved by a run of {saved}; this one asks for {asked}")
 
     def load_state(self, engine: Engine, settings: RunSettings) -> None:
-        """Load the state that ``check_state`` has accepted, if there is one.
+        """Load the state to resume from, if there is one.
 
-        Raises EngineError ``damaged_state`` if the engine finds it damaged.
+        Raise EngineError ``damaged_state`` if the engine cannot read it.
         """
         if settings.resume_from is None:
             return
@@ -88,15 +88,15 @@ class Storage:
         return {"artifact_id": artifact_id, "uri": path.as_uri()}
 
     def _origin(self, settings: RunSettings) -> JSONObject:
-        """What a run must have in common with the state that it resumes from."""
+        """Return the properties that a run must share with the state from which it resumes."""
         return {"engine": self._engine_name, "model": settings.model, "rank": settings.rank}
 
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """An empty folder to write into, which gets its name ``path`` at the end. If the block fails, nothing is left.
+    """Give the block a new folder, and rename it to ``path`` at the end. If the block fails, remove the folder.
 
-    Raises EngineError ``storage_failed`` if a file cannot be written.
+    Raise EngineError ``storage_failed`` if a file cannot be written.
     """
     draft = path.with_name(f".{path.name}")
     try:
@@ -112,10 +112,10 @@ def _new_folder(path: Path) -> Iterator[Path]:
 
 
 def _is_of_network(error: OSError) -> bool:
-    """Whether an OSError of an engine is of its connection, not of a file. urllib's errors have no number."""
+    """Return whether an engine's OSError is about a connection, not a file. Errors of urllib have no ``errno``."""
     return isinstance(error, (ConnectionError, TimeoutError)) or error.errno is None
 
 
 def _damaged(state_id: str, error: Exception) -> str:
-    log(logging.WARNING, f"state {state_id} cannot be read: {error}")  # the path may be in it: not for the client
+    log(logging.WARNING, f"state {state_id} cannot be read: {error}")  # may contain a path, so the client never sees it
     return f"the files of {state_id} are damaged; resume from another state"
