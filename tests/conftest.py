@@ -10,18 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from loop_in_process import (  # noqa: F401 - fixtures of several files
-    all_sessions,
-    executed_operations,
-    interrupt_at,
-    loop,
-    service,
-    user_module,
-)
-from loop_runs import remote, run_loop  # noqa: F401
-from scripted_client import gives_up_at_once, pauses  # noqa: F401
-from tls import authority  # noqa: F401
 from whitney_loop import errors
+
+pytest_plugins = ["loop_runs", "loop_in_process", "scripted_client", "tls"]  # fixtures, and asserts that show values
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

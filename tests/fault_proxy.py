@@ -21,9 +21,10 @@ RETRY_AFTER = ["1", "0.5", "0", "-1", "soon", None, "date", "past date"]
 class FaultProxy:
     """``rate``: the share of exchanges with a fault, one of ``kinds``. ``only``: path → whether faults may meet it."""
 
-    def __init__(self, upstream, *, seed=0, rate=0.2, kinds=None, only=lambda method, path: True):
-        host, port = upstream.removeprefix("http://").split(":")
+    def __init__(self, service, *, seed=0, rate=0.2, kinds=None, only=lambda method, path: True):
+        host, port = service.base_url.removeprefix("http://").split(":")
         self._upstream = (host, int(port))
+        self.api_key = service.api_key
         self._random = random.Random(seed)
         self._rate, self._kinds, self._only = rate, list(kinds or FAULTS), only
         self._held = None  # a request that arrives a second time once the next one has come

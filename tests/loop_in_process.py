@@ -2,22 +2,18 @@
 
 import functools
 import json
-import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from loop_runs import EXAMPLES, same_signal_handlers
 from whitney_loop import WhitneyClient
 from whitney_loop.local import serve
 from whitney_loop.local.run import Run
 from whitney_loop.local.service import Service
 from whitney_loop.loop import place
-from whitney_loop.loop.signals import ENDING_SIGNALS
 from whitney_loop.transport import Transport
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # The reward depends on every token, on the cycle and on the place: no group is uniform, so every cycle makes a step.
 NEVER_SATURATES = """
@@ -68,31 +64,27 @@ def user_module(tmp_path):
 
 @pytest.fixture
 def loop(user_module, tmp_path, monkeypatch, capsys):
-    """``loop(service, base_url, cycles, *options)``: (exit code, summary or None, stderr) of a loop in this process."""
+    """``loop(service, cycles, *options)``: (exit code, summary or None, stderr) of a loop in this process.
+
+    ``service`` may also be what stands in front of one: all that counts is its ``base_url`` and ``api_key``.
+    """
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
     import rl_loop
 
     at_once = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: at_once(min(seconds, 0.001)))
-    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
 
-    def restore_handlers():
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-    def run(service, base_url, cycles, *more, build_loss="never_saturates:build_loss", **seconds):
+    def run(service, cycles, *more, build_loss="never_saturates:build_loss", **seconds):
         # 0.2 s: what a stall costs. Any honest answer here is faster; one that is not counts as one more fault.
         seconds = {"exchange_timeout_s": 0.2, "submit_timeout_s": 30.0} | seconds
         monkeypatch.setattr(place, "WhitneyClient", functools.partial(WhitneyClient, **seconds))
         monkeypatch.setenv("WHITNEY_API_KEY", service.api_key)
-        arguments = ["--build-loss", build_loss, "--model", "byte-lm", "--base-url", base_url]
+        arguments = ["--build-loss", build_loss, "--model", "byte-lm", "--base-url", service.base_url]
         arguments += ["--sample-json", "sample.json", "--lora-rank", "1", "--learning-rate", "0.1", "--seed", "5"]
         sys.modules.pop("never_saturates", None)  # it may have been added to since the last loop
-        try:
+        with same_signal_handlers():
             code = rl_loop.main([*arguments, "--cycles", str(cycles), *more])
-        finally:
-            restore_handlers()
         out, err = capsys.readouterr()
         return code, json.loads(out) if out else None, err
 
@@ -165,10 +157,6 @@ def interrupt_at(monkeypatch):
         return seen
 
     return arrange
-
-
-def adapter_of(summary):
-    return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
 
 
 def left_open(sessions):

@@ -1,9 +1,10 @@
 """The loops as their users run them: a command line in, an exit code and two texts out.
 
-``run_loop`` runs one in this process, which saves the half second that Python needs to start. ``loop_process.py``
-starts real processes, for the tests that need signals or an environment of their own.
+``run_loop`` runs one in this process, which saves the half second that Python needs to start. ``processes.py`` starts
+real processes, for the tests that need signals or an environment of their own.
 """
 
+import contextlib
 import importlib
 import json
 import signal
@@ -37,9 +38,23 @@ class Done:
 
     @property
     def adapter(self):
-        """The bytes of the adapter that a loop on the embedded service exported."""
-        folder = Path(self.summary["artifact"]["uri"].removeprefix("file://"))
-        return (folder / "adapter_model.safetensors").read_bytes()
+        return adapter_of(self.summary)
+
+
+def adapter_of(summary):
+    """The bytes of the adapter that a loop on the embedded service exported."""
+    return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
+
+
+@contextlib.contextmanager
+def same_signal_handlers():
+    """Put back the signal handlers that a loop replaces."""
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -48,8 +63,7 @@ def run_loop(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(script, *arguments, **variables):
-        handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, same_signal_handlers():
             patch.syspath_prepend(str(EXAMPLES))  # as Python does for a script
             for name, value in variables.items():
                 patch.setenv(name, value)
@@ -59,8 +73,6 @@ def run_loop(tmp_path, monkeypatch, capsys):
             except SystemExit as error:  # of argparse
                 code = error.code
             finally:
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
                 _forget_modules_of(tmp_path)
         return Done(code, *capsys.readouterr())
 
@@ -86,9 +98,9 @@ def training_on(service):
     return {"WHITNEY_BASE_URL": service.base_url, "WHITNEY_API_KEY": service.api_key}
 
 
-def left_behind(service, done):
-    """(status of the loop's session, statuses of its runs) as the service knows them."""
-    session = WhitneyClient(service.base_url, service.api_key).session(done.summary["session_id"])
+def left_behind(service, summary):
+    """Return the status of the loop's session and those of its runs, as the service knows them."""
+    session = WhitneyClient(service.base_url, service.api_key).session(summary["session_id"])
     return session["status"], [run["status"] for run in session["runs"]]
 
 
@@ -98,11 +110,22 @@ def write_requests(path, texts, **params):
     path.write_text("".join(json.dumps(sample_request(text.encode(), **params)) + "\n" for text in texts))
 
 
+def entries_of(path):
+    """The objects in a JSONL."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def metrics_of(path):
     """The cycles in a metrics file, without their times."""
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
     return [
         {name: value for name, value in entry.items() if not name.startswith("time/")}
-        for entry in entries
+        for entry in entries_of(path)
         if "cycle" in entry
     ]
+
+
+def check_refused(done, message):
+    """The loop said in one line why it does not begin, and created nothing in its folder, the current one."""
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not Path(".whitney_local").exists()

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import struct
 import threading
@@ -29,6 +31,8 @@ class ScriptedServer:
     With ``keeps`` a connection stays open after bytes, and is closed after a callable.
     """
 
+    api_key = "key-of-the-test"
+
     def __init__(self, *script, keeps=False):
         self.script, self.keeps = list(script), keeps
         self.requests: list[Request] = []
@@ -48,6 +52,11 @@ class ScriptedServer:
                 connection.shutdown(socket.SHUT_RD)
         self._thread.join()
         self._listener.close()
+
+    @property
+    def asked(self):
+        """The last word of each request's path."""
+        return [request.path.rpartition("/")[2] for request in self.requests]
 
     def _serve(self):
         while True:
@@ -121,6 +130,10 @@ def run(status="active", next_seq_id=1):
     return reply({"run_id": "run-1", "session_id": "ses-1", "status": status, "next_seq_id": next_seq_id})
 
 
+# The answer of a service that offers what a loop needs.
+OFFER = reply({"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]})
+
+
 def drop(connection):
     """Close without a word: the request arrived, the reply is lost."""
 
@@ -136,3 +149,9 @@ def reset_after(sent):
 def stall(connection):
     """Say nothing until the client has given up."""
     connection.recv(1)
+
+
+def interrupt(connection):
+    """Say nothing until the client, which is in this process, was ended by Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+    stall(connection)

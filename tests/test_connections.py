@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import socket
 import threading
 import time
@@ -10,7 +9,7 @@ import time
 import pytest
 
 from scripted_client import KEY, client_of, step
-from scripted_server import ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
+from scripted_server import ScriptedServer, drip, drop, interrupt, operation, refusal, reply, reset_after, run
 from tls import ConnectProxy, TLSServer, needs_openssl
 from whitney_loop import ConfigurationError, RequestRejected, ServiceUnavailable, WhitneyClient, connections, transport
 
@@ -104,10 +103,6 @@ def test_a_kept_connection_that_ends_after_a_byte_of_the_answer_is_trouble(pause
 
 
 def test_an_interrupted_exchange_does_not_keep_its_connection():
-    def interrupt(connection):
-        os.kill(os.getpid(), signal.SIGINT)
-        stall(connection)
-
     with ScriptedServer(reply({}), interrupt, reply({"late": "no"}), keeps=True) as server:
         client = client_of(server)
         client.capabilities()

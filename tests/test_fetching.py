@@ -125,7 +125,7 @@ def test_a_payload_that_is_refused_is_named_and_what_was_accepted_before_still_r
 
 
 def test_a_cycle_of_forty_prompts_takes_at_most_nine_connections(service):
-    with FaultProxy(service.base_url, rate=0) as proxy, WhitneyClient(proxy.base_url, service.api_key) as client:
+    with FaultProxy(service, rate=0) as proxy, WhitneyClient(proxy.base_url, service.api_key) as client:
         run_id, sampler_id = a_sampler(client)
         assert lengths(client.sampler_operations(run_id, sampler_id, "logprobs", LOGPROBS * 10)) == [1, 2, 3, 4] * 10
         assert proxy.connections <= 9
@@ -188,7 +188,7 @@ def test_trouble_that_all_threads_meet_is_logged_once(service, caplog, monkeypat
         troubled.add(path)
         return is_poll
 
-    with Troubles(service) as polled, FaultProxy(polled.base_url, rate=1, kinds=["503"], only=first_poll) as proxy:
+    with Troubles(service) as polled, FaultProxy(polled, rate=1, kinds=["503"], only=first_poll) as proxy:
         with WhitneyClient(proxy.base_url, service.api_key) as client:
             run_id, sampler_id = a_sampler(client)
             client.sampler_operations(run_id, sampler_id, "logprobs", LOGPROBS)

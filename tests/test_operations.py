@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scripted_client import client_of, step
-from scripted_server import ScriptedServer, drop, operation, refusal, reply, run, stall
+from scripted_server import ScriptedServer, drop, interrupt, operation, refusal, reply, run, stall
 from whitney_loop import (
     OperationFailed,
     OperationTimeout,
@@ -165,10 +164,6 @@ def test_a_second_client_on_a_run_is_told_that_a_run_has_one(caplog):
 
 
 def test_an_interrupt_while_sending_leaves_the_outcome_unknown():
-    def interrupt(connection):
-        os.kill(os.getpid(), signal.SIGINT)
-        stall(connection)
-
     with ScriptedServer(run(), interrupt) as server:
         client = client_of(server)
         with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,7 @@ import pytest
 
 import scripted_server
 from loop_in_process import left_open
-from scripted_server import ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
+from scripted_server import OFFER, ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
 from tls import ConnectProxy, TLSServer, needs_openssl
 from whitney_loop import (
     ConfigurationError,
@@ -294,16 +294,13 @@ def test_no_error_and_no_log_line_holds_the_key_whatever_a_service_echoes(call, 
 
 
 def test_no_output_and_no_journal_of_the_loop_holds_a_key_that_the_service_echoes(loop, tmp_path):
-    offer = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
     ids = {"session_id": f"ses-{KEY}", "run_id": f"run-{KEY}", "next_seq_id": 1, "note": KEY, "status": "active"}
-    script = [reply(offer), reply(ids), reply(ids), reply(ids), reply(ids)]
+    script = [OFFER, *[reply(ids)] * 4]
     script += [operation("failed", error={"code": KEY, "message": KEY})] + [drop] * 60
 
-    class Keyed:
-        api_key = KEY
-
     with ScriptedServer(*script) as server:
-        code, summary, err = loop(Keyed, server.base_url, 1, "--journal", "journal.json", submit_timeout_s=0.5)
+        server.api_key = KEY
+        code, summary, err = loop(server, 1, "--journal", "journal.json", submit_timeout_s=0.5)
     assert code == 1 and summary["session_id"] == "ses-[key]"
     assert "may still be open: run run-[key]" in err
     text = err + json.dumps(summary) + (tmp_path / "journal.json").read_text()
@@ -317,9 +314,9 @@ def test_a_key_that_is_a_number_or_a_word_breaks_neither_journal_nor_metrics_nor
     monkeypatch.setattr("secrets.token_urlsafe", lambda: key)
     files = ("--metrics", "m.jsonl", "--journal", "journal.json")
     with serve(tmp_path / "storage") as service:
-        _, first, err = loop(service, service.base_url, 1, *files)
+        _, first, err = loop(service, 1, *files)
         more = ("--resume-from", first["state_id"])
-        code, summary, err = loop(service, service.base_url, 1, *files, *more)
+        code, summary, err = loop(service, 1, *files, *more)
     assert code == 0 and summary["cycles_done"] == 1 and summary["operations"]["optim_step"] == 1, err
     assert summary["base_url"] == service.base_url and summary["session_id"].startswith("ses-")
     config, cycle, *_ = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())

@@ -25,7 +25,7 @@ def test_a_base_url_in_the_environment_is_where_it_trains(train, remote):
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith(f"training on {remote.base_url} (as modal): what runs there may be billed\n")
     assert done.summary["where"] == "the service of the base URL" and done.summary["base_url"] == remote.base_url
-    assert left_behind(remote, done) == ("closed", ["finished"])
+    assert left_behind(remote, done.summary) == ("closed", ["finished"])
     assert remote.api_key not in done.stdout + done.stderr
 
 

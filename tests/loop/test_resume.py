@@ -7,20 +7,20 @@ import signal
 
 import pytest
 
-from loop_process import start_loop
 from loop_runs import GRPO, metrics_of, write_requests
+from processes import read_until, start_loop
 
 PROMPTS = ["the ", "she ", "they ", "one ", "a ", "and ", "that "]
 COMMON = ("--lora-rank", "1", "--learning-rate", "0.1")
 RL = ("--build-loss", GRPO, "--sample-json", "prompts.jsonl", "--batch-size", "3", *COMMON)
 MINE = """
-import os, sys, time
+import os, sys, threading
 from grpo_build_loss import build_loss as grpo
 
 def waits(sample, cycle, request, ctx):
     if cycle == 5 and not os.path.exists("go on"):
         print("waiting in cycle 5", file=sys.stderr, flush=True)
-        time.sleep(60)
+        threading.Event().wait()
     return grpo(sample, cycle, request, ctx)
 
 def fails(sample, cycle, request, ctx):
@@ -116,7 +116,7 @@ def test_an_ended_run_continues_at_the_cycle_after_its_last_state(train, run_loo
     whole = train("rl_loop", *RL, "--seed", "1", "--cycles", "7", "--metrics", "whole.jsonl")
     waiting = (*RL, "--build-loss", "mine:waits", "--metrics", "m.jsonl")
     with start_loop(folder, "rl_loop.py", *waiting, "--seed", "1", "--cycles", "7", "--save-every", "2") as process:
-        next(line for line in process.stderr if "waiting in cycle 5" in line)
+        read_until(process.stderr, "waiting in cycle 5")
         assert [entry["cycle"] for entry in metrics_of(folder / "m.jsonl")] == [0, 1, 2, 3, 4]  # flushed
         other = run_loop("rl_loop", *waiting, "--resume-from", "last")
         assert other.returncode == 2 and "m.jsonl: another loop is writing it" in other.stderr

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from between import Between
-from loop_process import start_loop
 from loop_runs import GRPO, metrics_of, training_on
+from processes import read_until, start_loop
 from whitney_loop.loop import Request, write_prompts
 from whitney_loop.loop.report import CallableError
 from whitney_loop.loop.rewards import Rewards
@@ -146,7 +146,7 @@ def test_a_reward_that_hangs_does_not_hold_up_the_end(tmp_path, threads):
     (tmp_path / "hangs.py").write_text(HANGS)
     arguments = ("--build-loss", GRPO, "--reward", "hangs:reward", "--lora-rank", "1", "--reward-threads", threads)
     with start_loop(tmp_path, "rl_loop.py", *arguments) as process:
-        next(line for line in process.stderr if "the reward hangs" in line)
+        read_until(process.stderr, "the reward hangs")
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr

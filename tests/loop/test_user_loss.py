@@ -264,7 +264,7 @@ def test_a_build_loss_changes_neither_the_request_nor_the_loops_metrics(train):
 
 def test_a_second_run_of_a_build_loss_is_cleaned_up(train, remote):
     done = train("mine:opens_a_second_run")
-    assert left_behind(remote, done) == ("closed", ["cancelled"] * 3)
+    assert left_behind(remote, done.summary) == ("closed", ["cancelled"] * 3)
 
 
 def test_a_build_batch_loss_is_called_once_for_all_requests(train):
@@ -290,7 +290,7 @@ def test_a_cycle_without_signal_is_skipped_and_printed(train):
 def test_a_loop_that_skips_every_cycle_fails_but_ends_cleanly(train, remote):
     done = train("mine:skips")
     assert done.returncode == 1 and "every cycle was skipped" in done.stderr
-    assert left_behind(remote, done) == ("closed", ["finished"])
+    assert left_behind(remote, done.summary) == ("closed", ["finished"])
 
 
 SPARSE = """
@@ -334,7 +334,7 @@ def test_an_exception_is_shown_with_the_users_own_traceback(train, remote):
     assert "user_loss.py" not in traceback and "client.py" not in traceback
     assert "error: build_loss raised LookupError in cycle 1: no reward for this one\n" in done.stderr
     assert (done.summary["status"], done.summary["cycles_done"]) == ("failed", 1)
-    assert left_behind(remote, done) == ("closed", ["cancelled"])
+    assert left_behind(remote, done.summary) == ("closed", ["cancelled"])
 
 
 def test_a_filter_that_leaves_nothing_is_told_of_no_gradient_signal(train):
@@ -345,7 +345,7 @@ def test_a_filter_that_leaves_nothing_is_told_of_no_gradient_signal(train):
 def test_a_build_loss_that_exits_has_failed(train, remote):
     done = train("mine:exits")
     assert done.returncode == 1 and "error: build_loss raised SystemExit in cycle 0: 0" in done.stderr
-    assert left_behind(remote, done) == ("closed", ["cancelled"])
+    assert left_behind(remote, done.summary) == ("closed", ["cancelled"])
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_a_payload_that_the_provider_would_refuse_is_never_sent(train, remote, n
     assert done.returncode == 1
     assert message in done.stderr and "Traceback" not in done.stderr
     assert "forward_backward" not in done.summary["operations"]
-    assert left_behind(remote, done) == ("closed", ["cancelled"])
+    assert left_behind(remote, done.summary) == ("closed", ["cancelled"])
 
 
 @pytest.mark.parametrize(
