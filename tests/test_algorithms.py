@@ -6,17 +6,16 @@ import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from loop_runs import EXAMPLES, entries_of
 from whitney_loop import LOSS_SUPPORT, NoGradientSignal, WhitneyClient, check_payload, sft_datum
 from whitney_loop.local import serve
 
-ROOT = Path(__file__).parents[1]
-FILES = sorted(path.stem for path in (ROOT / "examples" / "algorithms").glob("*.py"))
-sys.path.insert(0, str(ROOT / "examples"))
+FILES = sorted(path.stem for path in (EXAMPLES / "algorithms").glob("*.py"))
+sys.path.insert(0, str(EXAMPLES))
 
 # One fixed sample: tokens, logprobs and rewards.
 PROMPT = [7, 8]
@@ -357,7 +356,7 @@ ONE_PROVIDER = [name for name in FILES if [file for file, _ in PROVIDERS].count(
 @pytest.mark.parametrize("name", ONE_PROVIDER)
 def test_the_provider_that_can_not_represent_the_loss_is_refused_before_anything_exists(name, tmp_path):
     [provider] = {"modal", "tinker"} - {provider for file, provider in PROVIDERS if file == name}
-    command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), "--build-loss", f"algorithms.{name}:build_loss"]
+    command = [sys.executable, str(EXAMPLES / "rl_loop.py"), "--build-loss", f"algorithms.{name}:build_loss"]
     done = subprocess.run(
         [*command, "--provider", provider, "--local"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -381,11 +380,11 @@ def trained(name, provider, seed, rank, folder):
     ]
     arguments += ["--cycles", "40", "--learning-rate", "0.1", "--updates", str(UPDATES[name])]
     arguments += ["--lora-rank", str(rank), "--metrics", "metrics.jsonl"]
-    command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments]
+    command = [sys.executable, str(EXAMPLES / "rl_loop.py"), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [adapter] = (folder / ".whitney_local" / "adapters").glob("*/adapter_model.safetensors")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = entries_of(folder / "metrics.jsonl")
     cycles = [line for line in lines if "cycle" in line]
     rewards = [cycle["reward/mean"] for cycle in cycles]
     return rewards, [cycle.get("clip_frac", 0.0) for cycle in cycles], adapter.read_bytes()
@@ -431,17 +430,17 @@ def test_a_critic_learns_is_clipped_and_leaves_no_run_open_beside_the_policys(tm
     """The critic's run is a second one of the same model: in the end both have finished, and the session is closed."""
     with serve(tmp_path) as service:
         arguments = ["--build-loss", "algorithms.ppo_critic:build_loss", "--base-url", service.base_url, "--model", "m"]
-        arguments += ["--sample-json", str(ROOT / "examples" / "sample.json"), "--lora-rank", "2", "--cycles", "4"]
+        arguments += ["--sample-json", str(EXAMPLES / "sample.json"), "--lora-rank", "2", "--cycles", "4"]
         arguments += ["--seed", "1", "--metrics", str(tmp_path / "critic.jsonl")]
         done = subprocess.run(
-            [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments],
+            [sys.executable, str(EXAMPLES / "rl_loop.py"), *arguments],
             env={"WHITNEY_API_KEY": service.api_key, "PATH": ""}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         session = WhitneyClient(service.base_url, service.api_key).session(json.loads(done.stdout)["session_id"])
     assert (session["status"], [run["status"] for run in session["runs"]]) == ("closed", ["finished", "finished"])
     assert [run["model"] for run in session["runs"]] == ["m", "m"]
-    cycles = [json.loads(line) for line in (tmp_path / "critic.jsonl").read_text().splitlines()]
+    cycles = entries_of(tmp_path / "critic.jsonl")
     losses = [cycle["critic/loss"] for cycle in cycles if "cycle" in cycle]
     assert losses[-1] < losses[0] / 2
     assert any(cycle.get("critic/clip_frac", 0) > 0 for cycle in cycles)

@@ -2,9 +2,9 @@
 
 import contextlib
 import os
+import select
 import socket
 import threading
-import time
 
 import pytest
 
@@ -25,10 +25,8 @@ def answered_and_closed(answer):
     return lambda connection: connection.sendall(answer.replace(b"Connection: close\r\n", b""))
 
 
-def until_it_is_closed_by_the_service(client):
-    gone = time.monotonic() + 10
-    while connections._is_quiet(*kept_by(client)):
-        assert time.monotonic() < gone
+def wait_until_the_service_has_closed(client):
+    assert select.select(kept_by(client), [], [], 10)[0], "the service has not closed the connection"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used_and_nothing_is_sent_
     with ScriptedServer(answered_and_closed(run()), operation(), keeps=True) as server:
         client = client_of(server)
         client.run("run-1")
-        until_it_is_closed_by_the_service(client)
+        wait_until_the_service_has_closed(client)
         client._transport.exchange("GET", "/x", timeout_s=5)
         client.close()
     assert len(server.requests) == len(server.connections) == 2 and pauses == []
@@ -271,13 +269,6 @@ def test_an_answer_that_drips_is_ended_with_the_exchange(head, pauses):
     assert 0 < dripping.sent < 100  # of the 500 bytes in the 10 s that the server would go on
 
 
-def test_a_proxy_of_the_environment_never_sees_what_goes_to_loopback(monkeypatch):
-    with ScriptedServer() as proxy, ScriptedServer(reply({})) as server:
-        monkeypatch.setenv("http_proxy", proxy.base_url)
-        client_of(server).capabilities()
-    assert proxy.requests == []
-
-
 def test_a_service_that_was_never_reached_is_told_in_seconds_with_what_to_check(monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_CONTACT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -286,14 +277,6 @@ def test_a_service_that_was_never_reached_is_told_in_seconds_with_what_to_check(
         ServiceUnavailable, match="ConnectionRefusedError.* Check the base URL's host and port"
     ) as caught:
         WhitneyClient(f"http://127.0.0.1:{port}", KEY).create_session("modal")
-    assert caught.value.outcome == "not_sent"
-
-
-def test_a_port_where_nothing_listens_is_reported_as_not_sent(pauses):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(ServiceUnavailable) as caught:
-        WhitneyClient(f"http://127.0.0.1:{port}", KEY, submit_timeout_s=0.2).capabilities()
     assert caught.value.outcome == "not_sent"
 
 

@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import whitney_loop
+from loop_runs import ROOT, entries_of
 from whitney_loop.__main__ import COMMANDS
 
-ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "examples/README.md", "whitney_loop/README.md", "whitney_loop/local/README.md", "tests/README.md"]
 PAGES += ["whitney_loop/CONTRACT.md"]
 DOCUMENTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
@@ -131,7 +130,7 @@ def test_the_section_on_many_prompts_works_from_training_to_comparing(folder):
     assert json.loads(summary)["next_cycle"] == 5
     for text in (plot, resume, other, compare):
         python(text, folder)
-    lines = [json.loads(line) for line in (folder / "grpo.jsonl").read_text().splitlines()]
+    lines = entries_of(folder / "grpo.jsonl")
     cycles = [line for line in lines if "cycle" in line]
     assert [line["cycle"] for line in cycles] == list(range(15))
     assert cycles[-1]["reward/mean"] > cycles[0]["reward/mean"]
@@ -141,7 +140,7 @@ def test_the_section_on_many_prompts_works_from_training_to_comparing(folder):
 
 def test_every_metric_of_a_cycle_and_every_option_is_explained(folder):
     python("examples/rl_loop.py --build-loss grpo_build_loss:build_loss --lora-rank 1 --metrics m.jsonl", folder)
-    config, cycle = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()[:2]]
+    config, cycle, *_ = entries_of(folder / "m.jsonl")
     metrics = {key for key in cycle if key not in ("cycle", "version") and not key.startswith("provider/")}
     assert {
         key for key in metrics if f"`{key}`" not in EXAMPLES and f"`…/{key.partition('/')[2]}`" not in EXAMPLES

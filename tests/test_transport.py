@@ -101,14 +101,6 @@ def test_a_refusal_that_the_service_calls_retryable_until_the_end_is_known_not_t
     assert (caught.value.outcome, caught.value.code, caught.value.retryable) == ("rejected", "locked", True)
 
 
-def test_a_redirect_is_refused_and_the_key_goes_nowhere_else():
-    with ScriptedServer() as elsewhere:
-        moved = reply("", 307, [f"Location: {elsewhere.base_url}/"])
-        with ScriptedServer(run(), moved) as server, pytest.raises(RequestRejected, match="redirect"):
-            step(client_of(server))
-    assert elsewhere.requests == []
-
-
 # Some Pythons read any integer, and later ones nest deeper.
 BEYOND_PYTHON = [b'{"x": ' + b"9" * 5000 + b"}", b'{"x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"]
 

@@ -202,7 +202,7 @@ def test_a_run_that_is_finished_while_it_is_allocated_completes_its_operations(b
 # Failures
 
 
-def test_an_engine_that_loses_its_connection_in_training_fails_the_run_in_its_own_name(bench, caplog):
+def test_an_engine_that_loses_its_connection_in_training_fails_the_run_in_its_own_name(bench):
     made = bench(FailingEngine)
     made.engines[0].failure = ConnectionRefusedError(111, "Connection refused", "/secret")
     error = made.do("forward_backward")["error"]
@@ -212,7 +212,7 @@ def test_an_engine_that_loses_its_connection_in_training_fails_the_run_in_its_ow
 
 
 @pytest.mark.parametrize("failure", [ConnectionResetError(104, "reset"), TimeoutError(), OSError("no number")])
-def test_a_lost_connection_while_saving_is_not_the_storages(bench, caplog, failure):
+def test_a_lost_connection_while_saving_is_not_the_storages(bench, failure):
     made = bench(FailingEngine)
     made.engines[0].failure = failure
     assert made.do("save_state")["error"]["code"] == "internal_error"
@@ -255,7 +255,7 @@ def test_cancelling_reaches_a_forward_backward(bench, end):
     assert (ended["status"], ended["error"], made.run()["status"]) == ("cancelled", None, "cancelled")
 
 
-def test_byte_lm_asks_whether_to_proceed_for_each_datum(bench):
+def test_byte_lm_asks_whether_to_proceed_for_each_datum():
     asked = []
     engine = ByteLM(1, 0, lambda: asked.append(1))
     engine.forward_backward(FORWARD | {"data": 3 * FORWARD["data"]})
@@ -327,7 +327,7 @@ def test_an_engine_is_closed_after_it_broke_and_a_close_that_fails_is_only_logge
     assert "Broken could not be closed" in caplog.text
 
 
-def test_an_engine_whose_state_cannot_be_loaded_is_closed(bench, caplog):
+def test_an_engine_whose_state_cannot_be_loaded_is_closed(bench):
     made = bench(Closes)
     state_id = made.do("save_state")["result"]["state_id"]
     made.backend.engine_class = type("Unloadable", (Closes,), {"load_state": lambda self, folder: 1 / 0})

@@ -203,7 +203,7 @@ def test_an_engine_that_breaks_in_training_fails_the_run(bench, failure, caplog)
     assert made.service.cancel_run(made.run_id)["status"] == "failed"
 
 
-def test_an_engine_that_breaks_without_training_fails_the_operation_only(bench, caplog):
+def test_an_engine_that_breaks_without_training_fails_the_operation_only(bench):
     made = bench(FailingEngine)
     made.engines[0].failure = RuntimeError()
     assert made.do("forward")["error"]["code"] == "internal_error"
@@ -220,7 +220,7 @@ def test_an_engines_own_refusal_fails_the_operation_with_its_words(bench, caplog
     assert not caplog.records
 
 
-def test_a_storage_that_cannot_be_written_fails_the_operation_only(bench, caplog):
+def test_a_storage_that_cannot_be_written_fails_the_operation_only(bench):
     made = bench(FailingEngine)
     made.engines[0].failure = OSError(28, "No space left on device", "/secret/path")
     operation = made.do("save_state")
@@ -231,7 +231,7 @@ def test_a_storage_that_cannot_be_written_fails_the_operation_only(bench, caplog
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_nan_never_leaves_the_service(bench, monkeypatch, number, caplog):
+def test_nan_never_leaves_the_service(bench, monkeypatch, number):
     monkeypatch.setattr(ByteLM, "forward", lambda self, payload: {"loss": number})
     operation = bench().do("forward")
     assert (operation["status"], operation["result"]) == ("failed", None)

@@ -1,21 +1,15 @@
 """The metrics file: what is in it, who may write it, and what is left of a line that was cut off."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
+from loop_runs import GRPO, check_refused, entries_of, training_on
 from whitney_loop.local import serve
 from whitney_loop.loop.files import lock
 from whitney_loop.loop.history import History
 from whitney_loop.loop.lines import LinesFile, read_lines
-
-GRPO = "grpo_build_loss:build_loss"
-
-
-def entries_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_file_has_the_configuration_then_a_line_per_cycle_then_the_state(tmp_path, run_loop, prompts):
@@ -58,8 +52,7 @@ def test_the_key_is_nowhere_in_the_file(tmp_path, run_loop, prompts):
     )
     with serve(tmp_path / "storage") as service:
         arguments = ("--build-loss", "mine:build_loss", "--model", "byte-lm", *prompts, "--metrics", "m.jsonl")
-        key = {"WHITNEY_BASE_URL": service.base_url, "WHITNEY_API_KEY": service.api_key}
-        done = run_loop("rl_loop", *arguments, **key)
+        done = run_loop("rl_loop", *arguments, **training_on(service))
     assert done.returncode == 0, done.stderr
     assert [entry["note"] for entry in entries_of(tmp_path / "m.jsonl") if "cycle" in entry] == ["[key]", "[key]"]
     assert service.api_key not in (tmp_path / "m.jsonl").read_text() + done.stdout + done.stderr
@@ -81,8 +74,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_created(tmp
     (tmp_path / "saved.jsonl").write_text('{"state_id": "state-1", "next_cycle": 1}\n')
     os.mkfifo(tmp_path / "pipe")
     done = run_loop("rl_loop", "--build-loss", GRPO, *arguments)
-    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / ".whitney_local").exists()
+    check_refused(done, message)
 
 
 def test_a_file_that_another_loop_is_writing_is_said_to_be_in_use(tmp_path, run_loop):

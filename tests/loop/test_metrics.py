@@ -1,6 +1,5 @@
 """What a cycle is judged by: its formulas, and how a user's own metrics are merged, kept and printed."""
 
-import json
 import math
 import re
 from decimal import Decimal
@@ -8,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 
+from loop_runs import entries_of
 from whitney_loop import forward_backward_payload, rl_datum
 from whitney_loop.loop.metrics import (
     LONGEST_TEXT,
@@ -67,7 +67,7 @@ def folder(tmp_path):
 
 
 def cycles_in(path):
-    return [entry for entry in map(json.loads, path.read_text().splitlines()) if "cycle" in entry]
+    return [entry for entry in entries_of(path) if "cycle" in entry]
 
 
 # Sampler and trainer

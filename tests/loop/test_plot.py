@@ -347,7 +347,7 @@ def test_half_a_character_in_a_name_does_not_cost_the_page(tmp_path, plot):
     assert r"\ud800" in plot(path)
 
 
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, plot, monkeypatch, capsys):
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, plot, capsys):
     path = written(tmp_path / "m.jsonl", {"cycle": 0, "a": 1})
     old = plot(path)
     (tmp_path / "x.html.draft").mkdir()  # stands for a disk that is full

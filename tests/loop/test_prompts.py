@@ -5,7 +5,7 @@ import json
 import pytest
 
 from between import Between
-from loop_runs import EXAMPLES, GRPO, training_on
+from loop_runs import EXAMPLES, GRPO, check_refused, training_on
 from whitney_loop import sample_request
 from whitney_loop.loop import Request, fingerprint, read_requests, requests_of_cycle, write_prompts
 
@@ -55,10 +55,13 @@ GOOD = json.dumps(REQUESTS[0])
         ("d.json", "[" * 200_000, "d.json: "),
         ("d.jsonl", GOOD.replace("116", '"t"'), "d.jsonl:1: prompt.token_ids[0] is 't'"),
         ("d.jsonl", f"{GOOD}\n" + "[" * 200_000, "d.jsonl:2: "),
-        ("d.json", '["What is 7 * 6?"]', "d.json, entry 0 of the array (the first is 0): request is 'What is 7 * 6?'"),
         ("d.jsonl", f"{GOOD}\n".encode() + b'{"prompt": "\xff"}', "d.jsonl:2: 'utf-8' codec can't decode byte 0xff"),
         ("nowhere/d.json", None, "nowhere/d.json: No such file or directory"),
-        ("d.json", '["What is 7 * 6?"]', "request is 'What is 7 * 6?', expected an object; tokenize the text first"),
+        (
+            "d.json",
+            '["What is 7 * 6?"]',
+            "d.json, entry 0 of the array (the first is 0): request is 'What is 7 * 6?', expected an object; tokenize",
+        ),
         ("d.json", GOOD.replace('{"token_ids": [116, 104, 101, 32]}', '"the "'), "object; tokenize the text first"),
         ("d.json", GOOD.replace("[116, 104, 101, 32]", '"the "'), "token id; tokenize the text first"),
         ("d.json", GOOD.replace("116", '"the"'), "integer of at least 0; tokenize the text first"),
@@ -74,10 +77,8 @@ def test_a_bad_request_is_named_by_file_and_line(run_loop, tmp_path, name, text,
     if text is not None:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     done = run_loop("rl_loop", "--build-loss", GRPO, "--sample-json", name)
-    assert (done.returncode, done.stdout) == (2, "")
+    check_refused(done, message)
     assert done.stderr.startswith(f"error: --sample-json {name}")
-    assert message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / ".whitney_local").exists()
 
 
 def test_each_epoch_has_every_request_once_in_an_order_of_its_own():

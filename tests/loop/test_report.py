@@ -113,7 +113,7 @@ def test_control_characters_are_shown_and_never_obeyed():
     assert visible("a\x1b[2J\r\n\u2028\u202e b é 漢") == r"a\x1b[2J\r\n\u2028\u202e b é 漢"
 
 
-def test_a_service_can_forge_no_line_and_control_no_terminal(loop, tmp_path):
+def test_a_service_can_forge_no_line_and_control_no_terminal(loop):
     forged = "\x1b[2J\nerror: forged"
     ids = {"session_id": "ses-1", "run_id": "run-1", "next_seq_id": 1, "note": f"note{forged}", "status": "active"}
     failed = operation("failed", kind="save_weights_for_sampler", error={"code": "x", "message": f"failed{forged}"})

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from between import Between
-from loop_runs import GRPO, metrics_of, training_on
+from loop_runs import GRPO, check_refused, metrics_of, training_on
 from processes import read_until, start_loop
 from whitney_loop.loop import Request, write_prompts
 from whitney_loop.loop.report import CallableError
@@ -128,11 +128,9 @@ def test_a_bad_reward_is_named_by_cycle_request_and_completion(train, name, mess
         ("by_tokens:one", "--reward: one(tokens) cannot be called with two arguments: (tokens, request)"),
     ],
 )
-def test_an_unusable_reward_is_refused_before_anything_is_created(train, tmp_path, reward, message):
+def test_an_unusable_reward_is_refused_before_anything_is_created(train, reward, message):
     done = train(reward)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / ".whitney_local").exists()
+    check_refused(done, message)
 
 
 def test_a_reward_that_no_one_asks_for_is_warned_of(train):

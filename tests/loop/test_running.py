@@ -177,7 +177,7 @@ IS_ENDED = "never_saturates:is_ended"
 
 @pytest.mark.parametrize(("end", "code"), [(FAILS, 1), (CTRL_C, 130)])
 def test_a_state_is_saved_before_an_early_end_and_resuming_it_gives_the_same_adapter(
-    loop, service, user_module, tmp_path, end, code
+    loop, service, user_module, end, code
 ):
     expected = adapter_of(loop(service, 4)[1])
     user_module(ENDS_IN_CYCLE_2.format(end=end))
@@ -191,7 +191,7 @@ def test_a_state_is_saved_before_an_early_end_and_resuming_it_gives_the_same_ada
     assert code == 0 and adapter_of(summary) == expected, err
 
 
-def test_a_bad_answer_to_a_sample_saves_the_state_of_the_cycles_before(loop, service, interrupt_at, monkeypatch):
+def test_a_bad_answer_to_a_sample_saves_the_state_of_the_cycles_before(loop, service, monkeypatch):
     from whitney_loop.loop import user_loss
 
     def bad(sample):

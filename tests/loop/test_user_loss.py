@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from loop_runs import GRPO, left_behind, training_on, write_requests
-from scripted_server import ScriptedServer, reply
+from loop_runs import GRPO, check_refused, left_behind, training_on, write_requests
+from scripted_server import OFFER, ScriptedServer
 
 MINE = """
 import json, math, sys
@@ -191,9 +191,8 @@ def train(run_loop, folder, remote):
 )
 def test_an_unusable_build_loss_is_refused_in_one_line(run_loop, folder, spec, message):
     done = run_loop("rl_loop", "--build-loss", spec)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert not (folder / ".whitney_local").exists()
+    check_refused(done, message)
+    assert done.stderr.startswith("error: ")
 
 
 def test_a_folder_of_the_users_own_that_hides_the_algorithms_is_named(run_loop, folder, monkeypatch):
@@ -235,11 +234,9 @@ def test_a_build_loss_may_take_any_arguments(train):
 
 
 def test_operations_of_a_module_are_required_before_a_session(run_loop, folder):
-    offered = ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]
-    with ScriptedServer(reply({"operations": offered})) as server:
+    with ScriptedServer(OFFER) as server:
         data = ("--model", "byte-lm", "--sample-json", "one.jsonl")
-        env = {"WHITNEY_BASE_URL": server.base_url, "WHITNEY_API_KEY": "k"}
-        done = run_loop("rl_loop", "--build-loss", "needy:build_loss", *data, **env)
+        done = run_loop("rl_loop", "--build-loss", "needy:build_loss", *data, **training_on(server))
     assert done.returncode == 1 and "does not offer teleport for modal" in done.stderr
     assert [request.method for request in server.requests] == ["GET"]
 
