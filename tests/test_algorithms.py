@@ -195,7 +195,7 @@ def test_the_reference_is_a_second_run(name):
     assert ctx.client.asked == [("logprobs", "run-reference", "smp-reference")] * 6
 
 
-def test_the_critic_is_asked_for_the_values_of_the_sample_and_learns_its_returns_by_several_updates():
+def test_the_critic_gives_values_and_learns_returns_by_several_updates():
     ctx = context("modal")
     build("ppo_critic", "modal", ctx)
     assert all(run_id == "run-critic" for _, run_id, _ in ctx.client.asked)
@@ -214,7 +214,7 @@ def test_the_critic_is_asked_for_the_values_of_the_sample_and_learns_its_returns
         assert tensors["returns"] == pytest.approx([0.0, *(a + v for a, v in zip(gained, values, strict=True))])
 
 
-def test_the_critic_is_asked_once_for_all_groups_of_a_cycle_and_its_advantages_are_normalised_over_all():
+def test_the_critic_is_asked_once_a_cycle_and_advantages_are_normalised_over_all_groups():
     module = importlib.import_module("algorithms.ppo_critic")
     ctx = context("modal")
     sequences = [{"tokens": tokens, "logprobs": sampled} for tokens, sampled in zip(TOKENS, LOGPROBS, strict=True)]
@@ -230,7 +230,7 @@ def test_the_critic_is_asked_once_for_all_groups_of_a_cycle_and_its_advantages_a
         assert datum["loss_inputs"]["advantages"]["values"] == pytest.approx([0.0, *per_token])
 
 
-def test_a_critic_without_outputs_is_said():
+def test_a_critic_without_outputs_is_an_error():
     ctx = context("modal")
     ctx.client.run_operation = lambda run_id, kind, payload: {}
     with pytest.raises(ValueError, match="forward of the critic gave 0 outputs for 3 data"):
@@ -275,7 +275,7 @@ def test_reinforce_pp_normalises_reward_and_kl_over_all_completions_of_the_batch
     assert ctx.metrics == {"reward": [0.1, 0.3, 0.5, 0.5, 0.1, 0.9]}
 
 
-def test_reinforce_pp_needs_no_groups_and_no_empty_completion_gives_it_a_signal():
+def test_reinforce_pp_needs_no_groups_and_gets_no_signal_from_empty_completions():
     payload, _ = build_batch("reinforce_pp", [([1], [[10]]), ([2], [[30]])])
     assert sampled_advantages(payload) == [[pytest.approx(-1)], [pytest.approx(1)]]
     with pytest.raises(NoGradientSignal, match="every completion of the batch has the same reward"):
@@ -291,7 +291,7 @@ def test_reinforce_pp_baseline_centres_each_group_leaves_out_a_uniform_one_and_a
     assert ctx.metrics["reward"] == [0.1, 0.3, 0.5, 0.5, 0.1, 0.9]
 
 
-def test_dapo_can_take_up_to_1_from_the_reward_of_a_completion_that_is_nearly_too_long(monkeypatch):
+def test_dapo_penalises_a_completion_that_is_nearly_too_long_by_up_to_1(monkeypatch):
     module = importlib.import_module("algorithms.dapo")
     assert [module.overlong_penalty([1] * length, 3) for length in range(4)] == [0, 0, 0, 0]
     monkeypatch.setattr(module, "OVERLONG_TOKENS", 2)
@@ -301,7 +301,7 @@ def test_dapo_can_take_up_to_1_from_the_reward_of_a_completion_that_is_nearly_to
     assert ctx.metrics["reward"] == [1.0 - 0.5, 0.0, 0.5 - 1.0]
 
 
-def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of_times():
+def test_dapo_resamples_a_uniform_group_with_new_seeds_a_limited_number_of_times():
     module = importlib.import_module("algorithms.dapo")
     ctx = context("modal", lambda tokens: 0.5)
     seeds = []
@@ -320,7 +320,7 @@ def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of
 
 
 @pytest.mark.parametrize("own_seed", [None, 0, 1, 5, 2**63 - 1])
-def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed):
+def test_dapo_trains_on_the_resampled_group(own_seed):
     module = importlib.import_module("algorithms.dapo")
     ctx, asked = context("modal", lambda tokens: float(tokens[0])), []
 
@@ -340,7 +340,7 @@ def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed):
     assert ctx.metrics == {"reward": [3.0, 4.0], "resamples": 1}
 
 
-def test_a_critic_that_tells_no_two_tokens_apart_gives_no_signal():
+def test_equal_advantages_from_the_critic_give_no_signal():
     module = importlib.import_module("algorithms.ppo_critic")
     ctx = context("modal", lambda tokens: 1.0)
     ctx.client.run_operation = lambda run, kind, payload: {"outputs": [{"values": [0.0, 0.5]}] * 2}
@@ -354,7 +354,7 @@ ONE_PROVIDER = [name for name in FILES if [file for file, _ in PROVIDERS].count(
 
 
 @pytest.mark.parametrize("name", ONE_PROVIDER)
-def test_the_provider_that_can_not_represent_the_loss_is_refused_before_anything_exists(name, tmp_path):
+def test_a_provider_without_the_loss_is_refused_before_anything_is_created(name, tmp_path):
     [provider] = {"modal", "tinker"} - {provider for file, provider in PROVIDERS if file == name}
     command = [sys.executable, str(EXAMPLES / "rl_loop.py"), "--build-loss", f"algorithms.{name}:build_loss"]
     done = subprocess.run(

@@ -99,7 +99,7 @@ def test_a_run_that_is_still_allocated_is_awaited_and_that_is_said_once(pauses, 
     assert [record.getMessage() for record in caplog.records] == ["run run-1 is being allocated: waiting for it"]
 
 
-def test_a_run_that_is_active_at_once_is_not_asked_for():
+def test_a_run_that_is_active_at_once_is_not_polled():
     with ScriptedServer(run()) as server:
         assert client_of(server).create_lora_run("ses-1", model="m") == "run-1"
     assert len(server.requests) == 1
@@ -187,7 +187,7 @@ def test_offered_operations_are_read_in_both_forms(body):
         ({}, UnexpectedResponse, "providers is not an object"),
     ],
 )
-def test_capabilities_that_do_not_serve_are_refused(body, error, message):
+def test_insufficient_capabilities_are_refused(body, error, message):
     with ScriptedServer(reply(body)) as server, pytest.raises(error, match=message):
         client_of(server).require_operations("modal", ["sample"])
 

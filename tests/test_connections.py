@@ -75,7 +75,7 @@ def test_a_kept_connection_that_ends_without_an_answer_is_replaced_and_the_same_
     assert server.requests[1] == server.requests[2] and len(server.connections) == 2 and pauses == []
 
 
-def test_a_connection_is_replaced_once_an_exchange_and_then_it_is_trouble(pauses):
+def test_a_connection_is_replaced_at_once_only_once_per_exchange(pauses):
     with ScriptedServer(run(), drop, drop, operation(), keeps=True) as server:
         client = client_of(server)
         assert step(client) == {"answer": 42}
@@ -120,7 +120,7 @@ def test_a_forked_process_leaves_its_parent_s_connections_alone(monkeypatch):
     assert len(server.connections) == 2
 
 
-def test_a_connection_without_a_request_for_long_is_not_used(monkeypatch):
+def test_a_connection_that_was_idle_for_too_long_is_not_used(monkeypatch):
     monkeypatch.setattr(connections, "_KEPT_S", 0)
     with ScriptedServer(reply({}), reply({}), keeps=True) as server:
         client = client_of(server)
@@ -192,7 +192,7 @@ def test_head_and_body_of_a_small_request_leave_in_one_segment():
     assert received[0].endswith(b'\r\n\r\n{"provider":"modal"}')
 
 
-def test_a_body_that_leaves_steadily_takes_as_long_as_it_takes():
+def test_a_body_that_is_sent_steadily_has_no_time_limit():
     text = "x" * 8_000_000
 
     def serve_one(connection):
@@ -210,7 +210,7 @@ def test_a_body_that_leaves_steadily_takes_as_long_as_it_takes():
     assert answer["status"] == "succeeded"
 
 
-def test_an_answer_that_comes_steadily_takes_as_long_as_it_takes():
+def test_an_answer_that_arrives_steadily_has_no_time_limit():
     def steady(connection):
         body = b'{"x": "' + b"y" * 40_000 + b'"}'
         connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode())
@@ -241,14 +241,14 @@ def test_an_interim_answer_is_passed_over(status, count):
     assert len(server.requests) == 2
 
 
-def test_interim_answers_after_which_nothing_comes_are_trouble_with_an_unknown_outcome(gives_up_at_once):
+def test_interim_answers_without_a_final_one_leave_the_outcome_unknown(gives_up_at_once):
     with ScriptedServer(run(), b"HTTP/1.1 103 Early Hints\r\n\r\n" * 200) as server:
         with pytest.raises(ServiceUnavailable) as caught:
             step(client_of(server))
     assert caught.value.outcome == "unknown"
 
 
-def test_interim_answers_without_end_are_ended_with_the_exchange(gives_up_at_once):
+def test_endless_interim_answers_end_with_the_exchange_timeout(gives_up_at_once):
     def endless(connection):
         with contextlib.suppress(OSError):
             while True:
@@ -261,7 +261,7 @@ def test_interim_answers_without_end_are_ended_with_the_exchange(gives_up_at_onc
 
 
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nX-Slow: ", b"HTTP/1.1 200 OK\r\n\r\n{"])
-def test_an_answer_that_drips_is_ended_with_the_exchange(head, pauses):
+def test_a_dripping_answer_ends_with_the_exchange_timeout(head, pauses):
     dripping = drip(head)
     with ScriptedServer(run(), dripping, operation()) as server:
         step(client_of(server, exchange_timeout_s=0.3))
@@ -269,7 +269,7 @@ def test_an_answer_that_drips_is_ended_with_the_exchange(head, pauses):
     assert 0 < dripping.sent < 100  # of the 500 bytes in the 10 s that the server would go on
 
 
-def test_a_service_that_was_never_reached_is_told_in_seconds_with_what_to_check(monkeypatch):
+def test_a_service_that_was_never_reached_fails_in_seconds_and_says_what_to_check(monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_CONTACT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

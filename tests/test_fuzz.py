@@ -461,7 +461,7 @@ def tells(error, changed):
 
 
 @pytest.mark.long
-def test_whatever_a_service_answers_gives_a_result_or_a_whitney_error_that_names_the_field(mutating, monkeypatch):
+def test_every_answer_of_a_service_gives_a_result_or_an_error_that_names_the_field(mutating, monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
     number = raised = unavailable = 0
     while Mutating.mutations < RESPONSE_MUTATIONS:

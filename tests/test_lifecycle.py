@@ -58,7 +58,7 @@ def test_a_block_that_raises_cancels_every_run_and_closes_the_session(client, er
     assert statuses(client, session_id) == ("closed", ["cancelled", "cancelled"])
 
 
-def test_an_inner_run_that_fails_leaves_the_outer_one_its_own_end(client):
+def test_an_inner_run_that_fails_does_not_cancel_the_outer_one(client):
     with training_session(client, provider="modal") as session_id:
         with lora_run(client, session_id, model="byte-lm", rank=2):
             with pytest.raises(OperationFailed), lora_run(client, session_id, model="byte-lm", rank=2) as inner:
@@ -80,7 +80,7 @@ def test_a_run_that_cannot_be_created_leaves_no_session_open(client):
 
 
 @pytest.mark.parametrize(("end", "status"), [("finish", "finished"), ("cancel", "cancelled")])
-def test_a_run_that_the_block_itself_ended_is_left_so(client, end, status):
+def test_a_run_that_the_block_itself_ended_keeps_its_status(client, end, status):
     with training_session(client, provider="modal") as session_id:
         with lora_run(client, session_id, model="byte-lm", rank=2) as run_id:
             getattr(client, end)(run_id)
@@ -97,7 +97,7 @@ def test_a_clean_up_that_fails_is_logged_with_the_command_and_hides_nothing(capl
     assert "may still be open: session ses-1" in error and command in error and "no_close" in error
 
 
-def test_a_finish_that_fails_is_the_error_and_the_run_is_cancelled():
+def test_a_finish_that_fails_is_raised_and_the_run_is_cancelled():
     script = [
         reply({"session_id": "ses-1"}), reply({"run_id": "run-1"}), refusal(409, "run_not_active"), run("failed"),
         run("failed"), run("failed"), reply({"session_id": "ses-1", "status": "closed"}),
@@ -132,7 +132,7 @@ def test_a_run_whose_creation_got_no_answer_is_found_by_its_key_and_cancelled():
     assert cancel.path == "/v1/training/runs/run-1/cancel" and poll.path == "/v1/training/runs/run-1"
 
 
-def test_a_run_that_is_interrupted_while_it_is_allocated_is_found_by_its_key_and_cancelled_without_waiting():
+def test_a_run_that_is_interrupted_during_allocation_is_found_by_its_key_and_cancelled():
     script = [run("allocating"), interrupt, run("allocating"), run("cancelling"), run("cancelled")]
     with ScriptedServer(*script) as server, pytest.raises(KeyboardInterrupt):
         with lora_run(WhitneyClient(server.base_url), "ses-1", model="m"):
@@ -276,9 +276,7 @@ def test_an_end_before_or_after_any_exchange_leaves_nothing_open(client, interru
         assert left_open(all_sessions()) == [], n
 
 
-def test_of_two_ends_at_any_two_exchanges_the_first_is_seen_and_nothing_is_left_open(
-    client, interrupt_at, all_sessions
-):
+def test_the_first_of_two_ends_at_any_exchanges_is_seen_and_nothing_is_left_open(client, interrupt_at, all_sessions):
     for first in range(1, count_points(client, interrupt_at) + 1):
         for second in range(first + 1, first + 8, 2):
             interrupt_at({first: raise_unforeseen, second: send_interrupt})
@@ -347,20 +345,20 @@ def logging_that_fails(request, monkeypatch):
         logger.error("it does raise")
 
 
-def test_what_logging_raises_neither_stops_a_clean_up_nor_hides_the_error(logging_that_fails, client, all_sessions):
+def test_failing_logging_neither_stops_a_clean_up_nor_hides_the_error(logging_that_fails, client, all_sessions):
     with pytest.raises(ZeroDivisionError):
         use(client, ZeroDivisionError())
     assert len(all_sessions()) == 1 and left_open(all_sessions()) == []
 
 
-def test_what_logging_raises_does_not_hide_the_error_if_the_clean_up_fails(logging_that_fails):
+def test_failing_logging_does_not_hide_the_error_if_the_clean_up_fails(logging_that_fails):
     script = [reply({"session_id": "ses-1"}), refusal(400, "no_close")]
     with ScriptedServer(*script) as server, pytest.raises(ZeroDivisionError):
         with training_session(WhitneyClient(server.base_url), provider="modal"):
             _ = 1 / 0
 
 
-def test_what_logging_raises_ends_no_retry(logging_that_fails, pauses):
+def test_failing_logging_does_not_stop_a_retry(logging_that_fails, pauses):
     with ScriptedServer(run(), drop, operation()) as server:
         assert WhitneyClient(server.base_url).run_operation("run-1", "optim_step", {}) == {"answer": 42}
     assert len(pauses) == 1

@@ -58,7 +58,7 @@ def test_a_certificate_of_the_given_authority_is_trusted(authority):
     ],
     ids=["untrusted", "wrong name", "expired"],
 )
-def test_a_certificate_that_does_not_hold_is_refused_at_once_and_gets_no_key(authority, names, days, trusted, message):
+def test_an_invalid_certificate_is_refused_at_once_and_gets_no_key(authority, names, days, trusted, message):
     with TLSServer(authority.certificate(*names, days=days), reply({})) as server:
         client = WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file if trusted else None)
         with pytest.raises(ConfigurationError, match=message) as caught:
@@ -68,7 +68,7 @@ def test_a_certificate_that_does_not_hold_is_refused_at_once_and_gets_no_key(aut
 
 
 @needs_openssl
-def test_a_context_that_someone_made_lax_for_all_of_python_is_not_used(authority, monkeypatch):
+def test_a_lax_tls_context_for_all_of_python_is_not_used(authority, monkeypatch):
     import ssl
 
     monkeypatch.setattr(ssl, "_create_default_https_context", ssl._create_unverified_context)
@@ -134,9 +134,7 @@ def test_a_failed_handshake_is_reported_as_not_sent(gives_up_at_once, monkeypatc
         (b"", "RemoteDisconnected"),
     ],
 )
-def test_a_request_that_a_proxy_does_not_take_onward_is_reported_as_not_sent(
-    gives_up_at_once, monkeypatch, answer, message
-):
+def test_a_request_that_a_proxy_refuses_is_reported_as_not_sent(gives_up_at_once, monkeypatch, answer, message):
     with ScriptedServer(answer) as proxy:
         monkeypatch.setenv("https_proxy", proxy.base_url)
         with pytest.raises(ServiceUnavailable, match=message) as caught:
@@ -156,7 +154,7 @@ def test_a_request_that_was_sent_within_tls_and_not_answered_may_have_arrived(au
 
 @pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "all_proxy", "HTTPS_PROXY", "ALL_PROXY"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_no_proxy_sees_what_goes_to_loopback(monkeypatch, name, host):
+def test_requests_to_loopback_go_to_no_proxy(monkeypatch, name, host):
     with ScriptedServer() as proxy, ScriptedServer(reply({})) as server:
         monkeypatch.setenv(name, proxy.base_url)
         WhitneyClient(server.base_url.replace("127.0.0.1", host), KEY).capabilities()
@@ -340,7 +338,7 @@ def test_the_close_command_shows_neither_the_key_nor_an_escape_that_a_service_li
 # The embedded service
 
 
-def test_slow_clients_keep_nobody_waiting(tmp_path):
+def test_slow_clients_do_not_delay_others(tmp_path):
     with serve(tmp_path) as service:
         host, port = service.base_url.removeprefix("http://").split(":")
         slow = [socket.create_connection((host, int(port))) for _ in range(100)]

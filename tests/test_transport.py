@@ -94,7 +94,7 @@ def test_a_conflict_a_redirect_and_anything_but_true_are_never_asked_again(statu
     assert caught.value.attempts == 1
 
 
-def test_a_refusal_that_the_service_calls_retryable_until_the_end_is_known_not_to_have_run(gives_up_at_once):
+def test_a_refusal_that_stays_retryable_until_the_timeout_is_rejected(gives_up_at_once):
     with ScriptedServer(run(), refusal(423, "locked", retryable=True)) as server:
         with pytest.raises(ServiceUnavailable) as caught:
             step(client_of(server))
@@ -144,7 +144,7 @@ def test_a_body_in_an_encoding_that_was_not_asked_for_is_named():
         client_of(server).capabilities()
 
 
-def test_a_base_url_with_the_beginning_of_the_paths_in_it_is_told_when_nothing_is_found():
+def test_a_404_names_a_base_url_that_already_has_the_first_part_of_the_paths():
     with ScriptedServer(refusal(404, "not_found")) as server, pytest.raises(RequestRejected) as caught:
         WhitneyClient(f"{server.base_url}/v1", KEY).capabilities()
     assert f"at {server.base_url}/v1/v1/training/capabilities: give the base URL without /v1" in str(caught.value)
@@ -222,7 +222,7 @@ def test_the_pause_grows_at_random_up_to_a_ceiling(monkeypatch):
     assert [transport._backoff_s(attempts) for attempts in (1, 2, 3, 50)] == [(0, 0.5), (0, 1), (0, 2), (0, 20)]
 
 
-def test_an_outage_that_is_over_before_the_operation_s_own_deadline_is_ridden_out(pauses):
+def test_an_outage_that_ends_before_the_operation_timeout_is_waited_out(pauses):
     answers = [operation("running"), refusal(503, "down", ["Retry-After: 400"]), operation()]
     with ScriptedServer(run(), *answers) as server:
         assert step(client_of(server, submit_timeout_s=300, operation_timeout_s=500)) == {"answer": 42}

@@ -316,7 +316,7 @@ def test_finish_cancel_and_close_need_no_body(api, session_id, ended_run):
 
 
 @pytest.mark.ours
-def test_what_a_cancel_takes_from_the_queue_ends_as_cancelled(own_run, build):
+def test_operations_that_a_cancel_takes_from_the_queue_end_as_cancelled(own_run, build):
     """What ran before the cancel came may have succeeded."""
     posted = [own_run.submit("forward_backward", build.slow_payload())]
     posted += [own_run.submit("save_weights_for_sampler", {}) for _ in range(2)]

@@ -187,7 +187,7 @@ def test_without_a_server_the_engine_does_not_start(points_to):
 # Failures
 
 
-def test_what_the_server_says_is_the_users_fault_changed_nothing(new_run, double):
+def test_a_request_that_the_server_refuses_changes_nothing(new_run, double):
     run = new_run()
     double.refuses = "forward_backward"
     with pytest.raises(EngineError, match="as the test told it"):

@@ -435,7 +435,7 @@ def test_a_model_that_lacks_weights_is_refused(tiny, tmp_path, capsys):
     )
 
 
-def test_what_is_beyond_the_model_is_refused_with_the_limit_and_the_value(made, tmp_path):
+def test_requests_beyond_the_model_are_refused_with_the_limit_and_the_value(made, tmp_path):
     backend = made()
     with serve(tmp_path, backend) as service:
         client = WhitneyClient(service.base_url, service.api_key)

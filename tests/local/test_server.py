@@ -79,7 +79,7 @@ def post(served, body, *lines):
         ("GET / HTTP/1.1" + "\r\nX: y" * 200, 431),
     ],
 )
-def test_what_http_server_itself_refuses_is_json_as_well(served, line, status):
+def test_refusals_of_http_server_itself_are_json(served, line, status):
     found, _, body = send(served, line)
     assert found == status
     assert body["error"].keys() >= {"code", "message", "retryable"}
@@ -299,7 +299,7 @@ def test_a_client_that_sends_nothing_more_is_let_go(served, monkeypatch):
         assert connection.recv(1) == b""
 
 
-def test_a_client_that_sends_a_byte_now_and_then_is_let_go_all_the_same(served, monkeypatch):
+def test_a_client_that_sends_a_byte_now_and_then_is_let_go_too(served, monkeypatch):
     monkeypatch.setattr(server, "_REQUEST_S", 0.2)
     with socket.create_connection(address(served), timeout=WAIT_S) as connection:
         connection.sendall(b"GET /")
@@ -318,7 +318,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_let_go_all_the_same(served, 
     pytest.fail("it was served for ever")
 
 
-def test_a_client_that_waits_for_an_answer_is_no_slow_one(tmp_path, monkeypatch):
+def test_a_client_that_waits_for_an_answer_does_not_count_as_slow(tmp_path, monkeypatch):
     made, begin = [], server.LocalServer.__init__
     monkeypatch.setattr(server.LocalServer, "__init__", lambda self, *given: made.append(self) or begin(self, *given))
     monkeypatch.setattr(Service, "operation", lambda self, *_: {"reading": len(made[0].reading)})
@@ -335,7 +335,7 @@ def test_connections_are_limited_in_number(tmp_path, monkeypatch):
                 assert second.recv(1) == b""
 
 
-def test_where_no_connection_can_be_opened_accepting_pauses(tmp_path, monkeypatch):
+def test_accepting_pauses_if_no_connection_can_be_opened(tmp_path, monkeypatch):
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     listening = server.LocalServer(Service(tmp_path), "key")
@@ -502,7 +502,7 @@ def test_the_command_never_prints_the_key_of_the_environment(tmp_path):
         assert "from-the-environment" not in printed + "".join(process.communicate(timeout=WAIT_S))
 
 
-def test_it_listens_on_another_address_where_it_is_told_to_and_warns(tmp_path):
+def test_the_command_listens_on_the_given_host_and_warns(tmp_path):
     with command(tmp_path, "--port", "0", "--host", "127.0.0.2", WHITNEY_API_KEY="key-of-the-test") as process:
         served, _ = served_by(process, key="key-of-the-test")
         assert address(served)[0] == "127.0.0.2"
@@ -521,7 +521,7 @@ def test_a_taken_port_is_one_line_and_exit_2(tmp_path, served):
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "x"])
-def test_a_port_that_is_none_is_refused(tmp_path, port):
+def test_an_invalid_port_is_refused(tmp_path, port):
     with command(tmp_path, f"--port={port}") as process:
         _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2

@@ -77,7 +77,7 @@ def test_an_evaluation_changes_no_training(train):
     assert train(*BY_REWARD, "--seed", "1").adapter == plain.adapter
 
 
-def test_an_evaluate_of_the_users_wins_over_the_reward(train, tmp_path):
+def test_the_users_evaluate_comes_before_the_reward(train, tmp_path):
     data = ("--eval-json", "held_out.jsonl", "--eval-every", "2", "--metrics", "m.jsonl", "--seed", "1")
     assert train(*data, "--reward", "evaluates:reward").returncode == 0
     [first, last] = evaluations_in(tmp_path / "m.jsonl")

@@ -91,9 +91,7 @@ def test_after_a_kill_at_any_exchange_recovery_closes_everything(
 
 
 @pytest.mark.parametrize(("path", "left"), [("/sessions", 1), ("/runs", 2)])
-def test_what_was_created_although_no_answer_came_is_closed_by_recovery(
-    loop, service, all_sessions, tmp_path, journal, path, left
-):
+def test_recovery_closes_what_was_created_without_an_answer(loop, service, all_sessions, tmp_path, journal, path, left):
     assert kill_loop(service, tmp_path, KilledAt(1, path), "drop reply") == -9
     assert len(left_open(all_sessions())) == left
     assert ("session_id" in journal.read_text().partition("\n")[2]) == (path == "/runs")
@@ -183,7 +181,7 @@ def takes_its_place(sample, cycle, request, ctx):
 
 
 @pytest.mark.parametrize("how", ["os.makedirs('kept/journal.json')", "open('kept', 'x').close()"])
-def test_what_took_the_journals_place_is_left_alone_and_hides_no_error(
+def test_a_file_that_took_the_journals_place_is_left_alone_and_hides_no_error(
     loop, service, all_sessions, user_module, tmp_path, how
 ):
     (tmp_path / "kept").mkdir()
@@ -247,7 +245,7 @@ def test_recovery_cancels_closes_and_polls_until_the_run_has_ended(loop, service
 
 
 @pytest.mark.parametrize("is_left", [True, False], ids=["recovering", "beginning"])
-def test_of_two_loops_that_start_at_once_one_trains_and_the_other_stops_with_nothing_created(
+def test_only_one_of_two_loops_that_start_at_once_trains_and_the_other_creates_nothing(
     user_module, service, all_sessions, tmp_path, journal, monkeypatch, is_left
 ):
     both_have_asked = threading.Barrier(2)
@@ -366,7 +364,7 @@ def test_a_journal_of_another_service_is_not_recovered_here_and_no_key_goes_ther
     assert elsewhere.requests == []
 
 
-def test_a_session_that_the_service_has_forgotten_is_nothing_to_close(loop, service, journal):
+def test_recovery_ends_well_if_the_service_has_forgotten_the_session(loop, service, journal):
     leave_journal(journal, service, session_id="ses-unknown")
     code, _, err = loop(service, 1, *RECOVER)
     assert code == 0 and "session ses-unknown on" in err and "the service no longer knows it" in err
@@ -400,7 +398,7 @@ def test_a_file_that_is_not_a_journal_is_left_alone(loop, service, journal, text
 
 
 @pytest.mark.parametrize("create", [os.mkfifo, os.mkdir])
-def test_what_is_not_a_regular_file_is_left_alone(loop, service, journal, create):
+def test_a_journal_that_is_not_a_regular_file_is_left_alone(loop, service, journal, create):
     create(journal)
     code, _, err = loop(service, 1, *RECOVER)
     assert code == 2 and "is not a regular file" in err

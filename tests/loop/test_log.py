@@ -48,7 +48,7 @@ def test_a_logger_needs_no_metrics_file(train, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"), [("raises", "raised ConnectionError: no network"), ("exits", "raised SystemExit: 3")]
 )
-def test_what_a_logger_raises_is_told_once_and_the_training_goes_on(train, name, said):
+def test_an_error_of_a_logger_is_printed_once_and_the_training_goes_on(train, name, said):
     done = train("--log", f"mine:{name}")
     assert done.returncode == 0 and done.summary["cycles_done"] == 2
     assert done.stderr.count(f"warning: --log mine:{name} {said}. The training goes on\n") == 1

@@ -128,7 +128,7 @@ def test_a_service_without_usable_outputs_leaves_metrics_out(result):
     assert loss_metrics(merged_results([payload, payload], [result, result]), gaps) == {}
 
 
-def test_how_completions_ended():
+def test_truncated_and_empty_completions_are_counted():
     sequences = [
         {"tokens": [1, 2], "stop_reason": "length"}, {"tokens": [], "stop_reason": "stop"},
         {"tokens": [3], "stop_reason": "stop"}, {"tokens": [4]},

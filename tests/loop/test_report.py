@@ -94,7 +94,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("stream", [None, Odd()])
-def test_streams_that_are_none_hinder_nothing(monkeypatch, stream):
+def test_streams_that_are_missing_or_odd_do_no_harm(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", stream)
     say("a line")

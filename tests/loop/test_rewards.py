@@ -228,6 +228,6 @@ def test_a_decode_that_gives_no_text_is_named_and_not_the_reward(train, tmp_path
     assert done.returncode == 1 and message in done.stderr
 
 
-def test_what_was_sampled_before_a_reward_failed_is_counted(train):
+def test_tokens_that_were_sampled_before_a_reward_failed_are_counted(train):
     done = train("by_tokens:none")
     assert done.returncode == 1 and done.summary["tokens_sampled"] > 0

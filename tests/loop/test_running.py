@@ -214,9 +214,7 @@ def test_no_state_is_saved_once_a_step_of_the_next_cycle_was_made(loop, service,
     assert "no state is saved: cycle 2 has made an optimizer step, and a state is of whole cycles" in err
 
 
-def test_a_step_that_fails_without_effect_does_not_keep_the_cycles_before_it_from_being_saved(
-    loop, service, monkeypatch
-):
+def test_the_cycles_before_a_step_that_failed_without_effect_are_saved(loop, service, monkeypatch):
     execute, steps = Run._execute, []
 
     def fails(of_run, operation, engine):

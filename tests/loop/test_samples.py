@@ -92,7 +92,7 @@ def test_the_users_decode_comes_first_and_its_control_characters_are_visible(tra
     assert r"mine of 4 \x1b[2J\n → mine of 6 \x1b[2J\n" in shown and "\x1b" not in shown
 
 
-def test_without_decode_token_ids_are_shown(train, remote, tmp_path):
+def test_token_ids_are_shown_if_there_is_no_decode(train, remote, tmp_path):
     remote_run = ("--model", "byte-lm", "--samples", "s.jsonl")
     done = train(*remote_run, **training_on(remote))
     assert all(re.fullmatch(r"[\d ]+ → [\d ]*", text) for *_, text in texts_shown(done.stderr))
@@ -105,7 +105,7 @@ def test_a_decode_that_raises_is_told_once_and_the_training_goes_on(train):
     assert all(re.match(r"[\d ]+ → ", text) for *_, text in texts_shown(done.stderr))
 
 
-def test_without_rewards_the_advantages_tell_the_best(train, tmp_path):
+def test_advantages_decide_the_best_text_if_there_are_no_rewards(train, tmp_path):
     done = train("--samples", "s.jsonl", "--cycles", "1", build_loss="without_rewards:build_loss")
     lines = entries_of(tmp_path / "s.jsonl")
     assert {line["reward"] for line in lines} == {None}
@@ -172,7 +172,7 @@ def test_rewards_that_only_ctx_reward_knows_are_found_too(train, tmp_path):
         assert line["reward"] == sum(line["text"].count(vowel) for vowel in "aeiou") / len(line["tokens"])
 
 
-def test_of_a_group_the_best_and_the_worst_are_kept(train, tmp_path):
+def test_the_best_and_the_worst_of_a_group_are_kept(train, tmp_path):
     def rewards(*arguments):
         (tmp_path / "s.jsonl").unlink(missing_ok=True)
         train("--cycles", "1", "--samples", "s.jsonl", *arguments)

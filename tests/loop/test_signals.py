@@ -196,9 +196,7 @@ def leaves_a_grader_and_is_killed(*arguments):
 """
 
 
-def test_files_that_a_killed_loops_worker_still_holds_are_refused_and_the_worker_is_named(
-    loop, user_module, service, tmp_path
-):
+def test_files_that_the_worker_of_a_killed_loop_holds_are_refused(loop, user_module, service, tmp_path):
     user_module(LEAVES_A_GRADER)
     options = ["--metrics", "m.jsonl", "--journal", "journal.json"]
     name = "leaves_a_grader_and_is_killed"
@@ -255,7 +253,7 @@ def test_an_interrupt_at_any_exchange_saves_the_whole_cycles_unless_the_next_has
     assert saved >= 10
 
 
-def test_an_interrupted_operation_that_arrives_after_all_does_not_keep_the_state_from_being_saved(
+def test_the_state_is_saved_although_an_interrupted_operation_arrives_late(
     loop, service, interrupt_at, all_sessions, monkeypatch
 ):
     """The run is asked for it, and it arrives only then: it takes the seq_id that the last save was to have."""

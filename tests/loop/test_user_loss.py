@@ -296,7 +296,7 @@ def reward(tokens, request):
 """
 
 
-def test_a_rehearsal_that_skips_every_cycle_says_what_it_has_exercised_and_how_to_go_on(train, run_loop, folder):
+def test_a_rehearsal_that_skips_every_cycle_says_what_it_exercised_and_how_to_go_on(train, run_loop, folder):
     (folder / "sparse.py").write_text(SPARSE)
     done = run_loop("rl_loop", "--build-loss", GRPO, "--reward", "sparse:reward", "--lora-rank", "1", "--seed", "1")
     assert done.returncode == 1 and done.summary["cycles_skipped"] == 2
