@@ -17,7 +17,6 @@ from whitney_loop import (
     result_sampler_id,
     transport,
 )
-from whitney_loop.local import serve
 
 WAIT_S = 20.0  # a test that goes wrong ends; one that goes right never waits for it
 LOGPROBS = [{"input": {"token_ids": [97] * length}} for length in (1, 2, 3, 4)]
@@ -25,12 +24,6 @@ LOGPROBS = [{"input": {"token_ids": [97] * length}} for length in (1, 2, 3, 4)]
 
 def failed(answer):
     return answer | {"status": "failed", "result": None, "error": {"code": "oops", "message": "it was told to"}}
-
-
-@pytest.fixture
-def service(tmp_path):
-    with serve(tmp_path) as running:
-        yield running
 
 
 def a_sampler(client):

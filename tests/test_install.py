@@ -21,7 +21,7 @@ UNTRACKED = [
 
 
 def run(command, folder):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WHITNEY_", "PYTHON"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,

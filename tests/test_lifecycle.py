@@ -21,6 +21,7 @@ from whitney_loop import (
     RequestRejected,
     ServiceUnavailable,
     WhitneyClient,
+    adamw_optimizer,
     lifecycle,
     lora_run,
     training_session,
@@ -62,14 +63,8 @@ def test_an_inner_run_that_fails_does_not_cancel_the_outer_one(client):
     with training_session(client, provider="modal") as session_id:
         with lora_run(client, session_id, model="byte-lm", rank=2):
             with pytest.raises(OperationFailed), lora_run(client, session_id, model="byte-lm", rank=2) as inner:
-                client.run_operation(inner, "optim_step", optimizer())
+                client.run_operation(inner, "optim_step", {"optimizer": adamw_optimizer(1e-3)})
     assert statuses(client, session_id) == ("closed", ["finished", "cancelled"])
-
-
-def optimizer():
-    from whitney_loop import adamw_optimizer
-
-    return {"optimizer": adamw_optimizer(1e-3)}
 
 
 def test_a_run_that_cannot_be_created_leaves_no_session_open(client):

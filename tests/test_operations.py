@@ -24,7 +24,6 @@ from whitney_loop import (
     result_sampler_id,
     training_session,
 )
-from whitney_loop.local import serve
 
 # What is known when it ends
 
@@ -462,47 +461,47 @@ def test_a_failed_operation_carries_where_it_was_sent():
 # With the embedded service
 
 
-def test_threads_may_share_a_run_and_each_operation_takes_effect_once(tmp_path):
-    with serve(tmp_path) as service:
-        client = WhitneyClient(service.base_url, service.api_key)
-        session_id = client.create_session("modal")
-        run_id = client.create_lora_run(session_id, model="byte-lm", rank=2)
-        sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
-        results = []
-
-        def ask():
-            for _ in range(5):
-                payload = {"input": {"token_ids": [1, 2]}}
-                results.append(client.sampler_operation(run_id, sampler_id, "logprobs", payload))
-
-        threads = [threading.Thread(target=ask) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(results) == 20
-        assert client.run(run_id)["next_seq_id"] == 22
-        assert client.accepted == {"save_weights_for_sampler": 1, "logprobs": 20}
-        client.finish(run_id)
-        client.close_session(session_id)
-
-
-def test_two_threads_lose_no_result_beyond_those_that_a_service_keeps(tmp_path):
-    payloads = [{"input": {"token_ids": [1] * (1 + n % 7)}} for n in range(200)]
-    lengths = [1 + n % 7 for n in range(200)]
-    with serve(tmp_path) as service:
-        client = WhitneyClient(service.base_url, service.api_key)
+@pytest.fixture
+def sampler(service):
+    """A client of the embedded service, a run, and a sampler of it."""
+    with WhitneyClient(service.base_url, service.api_key) as client:
         with training_session(client, provider="modal") as session_id:
             with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
-                sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
+                saved = client.run_operation(run_id, "save_weights_for_sampler", {})
+                yield client, run_id, result_sampler_id(saved)
 
-                def ask(_):
-                    return client.sampler_operations(run_id, sampler_id, "logprobs", payloads)
 
-                with ThreadPoolExecutor(2) as pool:
-                    for results in pool.map(ask, range(2)):
-                        assert [len(result["logprobs"]) for result in results] == lengths
-                assert client.run_operations(run_id, "save_weights_for_sampler", []) == []
+PAYLOADS = [{"input": {"token_ids": [1] * (1 + n % 7)}} for n in range(400)]
+LENGTHS = [1 + n % 7 for n in range(400)]
+
+
+def test_threads_may_share_a_run_and_each_operation_takes_effect_once(sampler):
+    client, run_id, sampler_id = sampler
+
+    def ask(payload):
+        return client.sampler_operation(run_id, sampler_id, "logprobs", payload)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(ask, PAYLOADS[:20]))
+    assert [len(result["logprobs"]) for result in results] == LENGTHS[:20]
+    assert client.run(run_id)["next_seq_id"] == 22
+    assert client.accepted == {"save_weights_for_sampler": 1, "logprobs": 20}
+
+
+def test_two_threads_lose_no_result_beyond_those_that_a_service_keeps(sampler):
+    client, run_id, sampler_id = sampler
+
+    def ask(_):
+        return client.sampler_operations(run_id, sampler_id, "logprobs", PAYLOADS[:200])
+
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(ask, range(2)):
+            assert [len(result["logprobs"]) for result in results] == LENGTHS[:200]
+
+
+def test_no_payloads_give_no_results(sampler):
+    client, run_id, _ = sampler
+    assert client.run_operations(run_id, "save_weights_for_sampler", []) == []
 
 
 def test_a_result_that_nobody_holds_is_not_kept_by_the_client():
@@ -516,16 +515,7 @@ def test_a_result_that_nobody_holds_is_not_kept_by_the_client():
         assert known() is None
 
 
-def test_any_number_may_be_submitted_before_the_first_result_is_awaited(tmp_path):
-    with serve(tmp_path) as service:
-        client = WhitneyClient(service.base_url, service.api_key)
-        with training_session(client, provider="modal") as session_id:
-            with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
-                sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
-                pending = [
-                    client.submit_sampler_operation(
-                        run_id, sampler_id, "logprobs", {"input": {"token_ids": [1] * (1 + n % 7)}}
-                    )
-                    for n in range(400)
-                ]
-                assert [len(handle.result()["logprobs"]) for handle in pending] == [1 + n % 7 for n in range(400)]
+def test_any_number_may_be_submitted_before_the_first_result_is_awaited(sampler):
+    client, run_id, sampler_id = sampler
+    pending = [client.submit_sampler_operation(run_id, sampler_id, "logprobs", payload) for payload in PAYLOADS]
+    assert [len(handle.result()["logprobs"]) for handle in pending] == LENGTHS

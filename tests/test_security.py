@@ -1,9 +1,11 @@
 """The key never leaves for another host, TLS is always verified, and what comes back is limited."""
 
+import hmac
 import json
 import logging
 import select
 import socket
+import ssl
 import threading
 import traceback
 import urllib.parse
@@ -29,6 +31,7 @@ from whitney_loop import (
     client as client_module,
 )
 from whitney_loop.__main__ import main as close_main
+from whitney_loop.lifecycle import close_command
 from whitney_loop.local import serve
 
 # With what is escaped in a repr, in JSON and in a path; longer than what of a value is shown.
@@ -69,8 +72,6 @@ def test_an_invalid_certificate_is_refused_at_once_and_gets_no_key(authority, na
 
 @needs_openssl
 def test_a_lax_tls_context_for_all_of_python_is_not_used(authority, monkeypatch):
-    import ssl
-
     monkeypatch.setattr(ssl, "_create_default_https_context", ssl._create_unverified_context)
     with TLSServer(authority.certificate("DNS:localhost"), reply({})) as server:
         with pytest.raises(ConfigurationError, match="not trusted"):
@@ -89,15 +90,12 @@ def test_a_ca_file_that_holds_no_certificate_is_refused(tmp_path, text):
 
 @needs_openssl
 def test_the_commands_take_a_ca_file_and_name_it_in_what_they_print(authority, monkeypatch, capsys):
-    script = [refusal(404, "not_found")] * 2
-    with TLSServer(authority.certificate("DNS:localhost"), *script) as server:
+    with TLSServer(authority.certificate("DNS:localhost"), refusal(404, "not_found")) as server:
         monkeypatch.setenv("WHITNEY_API_KEY", KEY)
         options = ["--base-url", server.base_url, "--ca-file", str(authority.ca_file)]
         assert close_main(["close", "ses-1", *options]) == 1
         assert "not_found" in capsys.readouterr().err
     client = WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file)
-    from whitney_loop.lifecycle import close_command
-
     assert close_command(client, "ses-1").endswith(f"--ca-file {authority.ca_file}")
 
 
@@ -297,7 +295,6 @@ def test_no_output_and_no_journal_of_the_loop_holds_a_key_that_the_service_echoe
     ids = {"session_id": f"ses-{KEY}", "run_id": f"run-{KEY}", "next_seq_id": 1, "note": KEY, "status": "active"}
     script = [OFFER, *[reply(ids)] * 4]
     script += [operation("failed", error={"code": KEY, "message": KEY})] + [drop] * 60
-
     with ScriptedServer(*script) as server:
         server.api_key = KEY
         code, summary, err = loop(server, 1, "--journal", "journal.json", submit_timeout_s=0.5)
@@ -338,30 +335,26 @@ def test_the_close_command_shows_neither_the_key_nor_an_escape_that_a_service_li
 # The embedded service
 
 
-def test_slow_clients_do_not_delay_others(tmp_path):
-    with serve(tmp_path) as service:
-        host, port = service.base_url.removeprefix("http://").split(":")
-        slow = [socket.create_connection((host, int(port))) for _ in range(100)]
-        for number, connection in enumerate(slow):
-            connection.sendall(b"POST /v1/training/sessions HTTP/1.1\r\nContent-Length: 100\r\n"[: 5 + number])
-        assert WhitneyClient(service.base_url, service.api_key).capabilities()["providers"]
-        assert select.select(slow, [], [], 0)[0] == []  # none was let go first
-        for connection in slow:
-            connection.close()
+def test_slow_clients_do_not_delay_others(service):
+    host, port = service.base_url.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(100)]
+    for number, connection in enumerate(slow):
+        connection.sendall(b"POST /v1/training/sessions HTTP/1.1\r\nContent-Length: 100\r\n"[: 5 + number])
+    assert WhitneyClient(service.base_url, service.api_key).capabilities()["providers"]
+    assert select.select(slow, [], [], 0)[0] == []  # none was let go first
+    for connection in slow:
+        connection.close()
 
 
-def test_keys_are_compared_in_constant_time(tmp_path, monkeypatch):
-    import hmac
-
+def test_keys_are_compared_in_constant_time(service, monkeypatch):
     compared = []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
-    with serve(tmp_path) as service:
-        for key in ("wrong", service.api_key[:-1], service.api_key):
-            try:
-                WhitneyClient(service.base_url, key).capabilities()
-            except RequestRejected as error:
-                assert error.status == 401
+    for key in ("wrong", service.api_key[:-1], service.api_key):
+        try:
+            WhitneyClient(service.base_url, key).capabilities()
+        except RequestRejected as error:
+            assert error.status == 401
     assert [given for given, _ in compared] == [b"wrong", service.api_key[:-1].encode(), service.api_key.encode()]
 
 

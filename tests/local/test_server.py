@@ -385,10 +385,8 @@ def test_a_waiting_long_poll_is_answered_when_the_server_ends(tmp_path, monkeypa
         poll.start()
         assert polling.wait(WAIT_S)
         gate.set()
-        started = time.monotonic()
     poll.join(WAIT_S)
-    assert answers[0] in ("cancelled", "running", "succeeded")  # as it was when the service ended
-    assert time.monotonic() - started < WAIT_S
+    assert answers in (["cancelled"], ["running"], ["succeeded"])  # as it was when the service ended
 
 
 def test_serve_keeps_states_in_the_current_folder_by_default(tmp_path, monkeypatch):

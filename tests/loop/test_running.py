@@ -14,7 +14,7 @@ from processes import read_until, start_impatient_loop, start_service
 from whitney_loop.errors import UnexpectedResponse
 from whitney_loop.local.engine import EngineError
 from whitney_loop.local.run import Run
-from whitney_loop.loop import training
+from whitney_loop.loop import training, user_loss
 
 CYCLES = 1
 SECOND_RUN = "never_saturates:opens_a_second_run"
@@ -192,8 +192,6 @@ def test_a_state_is_saved_before_an_early_end_and_resuming_it_gives_the_same_ada
 
 
 def test_a_bad_answer_to_a_sample_saves_the_state_of_the_cycles_before(loop, service, monkeypatch):
-    from whitney_loop.loop import user_loss
-
     def bad(sample):
         if len(asked) == 2:
             raise UnexpectedResponse("sample: result.sequences is missing")

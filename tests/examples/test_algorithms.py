@@ -1,7 +1,6 @@
 """Each file of examples/algorithms: exactly its formula's payload, and shown to learn on the embedded service."""
 
 import importlib
-import json
 import math
 import subprocess
 import sys
@@ -10,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from loop_runs import EXAMPLES, entries_of
+from loop_runs import EXAMPLES, check_refused, metrics_of, training_on
 from whitney_loop import LOSS_SUPPORT, NoGradientSignal, WhitneyClient, check_payload, sft_datum
-from whitney_loop.local import serve
 
 FILES = sorted(path.stem for path in (EXAMPLES / "algorithms").glob("*.py"))
 sys.path.insert(0, str(EXAMPLES))
@@ -354,13 +352,10 @@ ONE_PROVIDER = [name for name in FILES if [file for file, _ in PROVIDERS].count(
 
 
 @pytest.mark.parametrize("name", ONE_PROVIDER)
-def test_a_provider_without_the_loss_is_refused_before_anything_is_created(name, tmp_path):
+def test_a_provider_without_the_loss_is_refused_before_anything_is_created(name, run_loop, tmp_path):
     [provider] = {"modal", "tinker"} - {provider for file, provider in PROVIDERS if file == name}
-    command = [sys.executable, str(EXAMPLES / "rl_loop.py"), "--build-loss", f"algorithms.{name}:build_loss"]
-    done = subprocess.run(
-        [*command, "--provider", provider, "--local"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and f"not advertised by {provider}" in done.stderr
+    done = run_loop("rl_loop", "--build-loss", f"algorithms.{name}:build_loss", "--provider", provider, "--local")
+    check_refused(done, f"not advertised by {provider}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -369,23 +364,14 @@ def test_a_provider_without_the_loss_is_refused_before_anything_is_created(name,
 
 def trained(name, provider, seed, rank, folder):
     """(rewards of all cycles, clip fractions, bytes of the adapter); the time goes with the rank, the learning not."""
-    arguments = [
-        "--build-loss",
-        f"algorithms.{name}:build_loss",
-        "--provider",
-        provider,
-        "--seed",
-        str(seed),
-        "--local",
-    ]
-    arguments += ["--cycles", "40", "--learning-rate", "0.1", "--updates", str(UPDATES[name])]
+    arguments = ["--build-loss", f"algorithms.{name}:build_loss", "--provider", provider, "--seed", str(seed)]
+    arguments += ["--local", "--cycles", "40", "--learning-rate", "0.1", "--updates", str(UPDATES[name])]
     arguments += ["--lora-rank", str(rank), "--metrics", "metrics.jsonl"]
     command = [sys.executable, str(EXAMPLES / "rl_loop.py"), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [adapter] = (folder / ".whitney_local" / "adapters").glob("*/adapter_model.safetensors")
-    lines = entries_of(folder / "metrics.jsonl")
-    cycles = [line for line in lines if "cycle" in line]
+    cycles = metrics_of(folder / "metrics.jsonl")
     rewards = [cycle["reward/mean"] for cycle in cycles]
     return rewards, [cycle.get("clip_frac", 0.0) for cycle in cycles], adapter.read_bytes()
 
@@ -426,22 +412,17 @@ def test_every_file_learns_on_every_provider_for_every_seed(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_a_critic_learns_is_clipped_and_leaves_no_run_open_beside_the_policys(tmp_path):
+def test_a_critic_learns_is_clipped_and_leaves_no_run_open_beside_the_policys(run_loop, remote, tmp_path):
     """The critic's run is a second one of the same model: in the end both have finished, and the session is closed."""
-    with serve(tmp_path) as service:
-        arguments = ["--build-loss", "algorithms.ppo_critic:build_loss", "--base-url", service.base_url, "--model", "m"]
-        arguments += ["--sample-json", str(EXAMPLES / "sample.json"), "--lora-rank", "2", "--cycles", "4"]
-        arguments += ["--seed", "1", "--metrics", str(tmp_path / "critic.jsonl")]
-        done = subprocess.run(
-            [sys.executable, str(EXAMPLES / "rl_loop.py"), *arguments],
-            env={"WHITNEY_API_KEY": service.api_key, "PATH": ""}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        session = WhitneyClient(service.base_url, service.api_key).session(json.loads(done.stdout)["session_id"])
+    arguments = ["--build-loss", "algorithms.ppo_critic:build_loss", "--model", "m", "--lora-rank", "2", "--seed", "1"]
+    arguments += ["--sample-json", EXAMPLES / "sample.json", "--cycles", "4", "--metrics", "critic.jsonl"]
+    done = run_loop("rl_loop", *arguments, **training_on(remote))
+    assert done.returncode == 0, done.stderr
+    session = WhitneyClient(remote.base_url, remote.api_key).session(done.summary["session_id"])
     assert (session["status"], [run["status"] for run in session["runs"]]) == ("closed", ["finished", "finished"])
     assert [run["model"] for run in session["runs"]] == ["m", "m"]
-    cycles = entries_of(tmp_path / "critic.jsonl")
-    losses = [cycle["critic/loss"] for cycle in cycles if "cycle" in cycle]
+    cycles = metrics_of(tmp_path / "critic.jsonl")
+    losses = [cycle["critic/loss"] for cycle in cycles]
     assert losses[-1] < losses[0] / 2
     assert any(cycle.get("critic/clip_frac", 0) > 0 for cycle in cycles)
 
