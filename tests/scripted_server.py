@@ -5,12 +5,11 @@ import json
 import os
 import signal
 import socket
-import struct
 import threading
 import time
 from dataclasses import dataclass
 
-CLIENT_GIVES_UP_S = 10.0  # a test that goes wrong ends; one that goes right never waits for it
+from listener import GIVES_UP_S, Listener, reset_at_close
 
 
 @dataclass
@@ -25,7 +24,7 @@ class Request:
         return json.loads(self.body)
 
 
-class ScriptedServer:
+class ScriptedServer(Listener):
     """``script``: for each request, bytes to answer before closing the connection, or a callable that gets it.
 
     With ``keeps`` a connection stays open after bytes, and is closed after a callable.
@@ -37,46 +36,33 @@ class ScriptedServer:
         self.script, self.keeps = list(script), keeps
         self.requests: list[Request] = []
         self.connections = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
+        super().__init__()
 
     def __exit__(self, *_):
-        self._listener.shutdown(socket.SHUT_RDWR)
         for connection in self.connections if self.keeps else ():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)
-        self._thread.join()
-        self._listener.close()
+        super().__exit__()
 
     @property
     def asked(self):
         """The last word of each request's path."""
         return [request.path.rpartition("/")[2] for request in self.requests]
 
-    def _serve(self):
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self.connections.append(connection)
-            with connection:
-                connection.settimeout(CLIENT_GIVES_UP_S)
-                while request := _read_request(connection):
-                    self.requests.append(request)
-                    action = self.script.pop(0) if self.script else refusal(400, "script_ended")
-                    if callable(action):
-                        action(connection)
-                        break
-                    if not self.keeps:
-                        connection.sendall(action)
-                        break
-                    connection.sendall(action.replace(b"Connection: close\r\n", b"", 1))
+    def serve(self, connection):
+        self.connections.append(connection)
+        with connection:
+            connection.settimeout(GIVES_UP_S)
+            while request := _read_request(connection):
+                self.requests.append(request)
+                action = self.script.pop(0) if self.script else refusal(400, "script_ended")
+                if callable(action):
+                    action(connection)
+                    break
+                if not self.keeps:
+                    connection.sendall(action)
+                    break
+                connection.sendall(action.replace(b"Connection: close\r\n", b"", 1))
 
 
 def _read_request(connection):
@@ -109,7 +95,7 @@ class drip:  # noqa: N801 - reads like the functions beside it
     def __call__(self, connection):
         with contextlib.suppress(OSError):  # the client leaves
             connection.sendall(self.head)
-            gone = time.monotonic() + CLIENT_GIVES_UP_S
+            gone = time.monotonic() + GIVES_UP_S
             while time.monotonic() < gone:
                 connection.sendall(b"x")
                 self.sent += 1
@@ -141,7 +127,7 @@ def drop(connection):
 def reset_after(sent):
     def act(connection):
         connection.sendall(sent)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close sends a RST
+        reset_at_close(connection)
 
     return act
 

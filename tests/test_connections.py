@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from listener import Listener
 from scripted_client import KEY, client_of, step
 from scripted_server import ScriptedServer, drip, drop, interrupt, operation, refusal, reply, reset_after, run
 from tls import ConnectProxy, TLSServer, needs_openssl
@@ -161,51 +162,34 @@ def test_a_tunnel_through_a_proxy_is_kept(authority, monkeypatch):
 # How a request is sent, and how an answer comes
 
 
-@contextlib.contextmanager
-def listening(serve_one):
-    """The base URL of a server that does this to its one connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def accept():
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(10)
-                serve_one(connection)
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            thread.join()
-
-
 def test_head_and_body_of_a_small_request_leave_in_one_segment():
     received = []
 
-    def serve_one(connection):
-        received.append(connection.recv(65536))
-        connection.sendall(reply({"session_id": "ses-1"}))
+    def serve(connection):
+        with connection:
+            received.append(connection.recv(65536))
+            connection.sendall(reply({"session_id": "ses-1"}))
 
-    with listening(serve_one) as base_url:
-        WhitneyClient(base_url, KEY).create_session("modal")
+    with Listener(serve) as server:
+        client_of(server).create_session("modal")
     assert received[0].endswith(b'\r\n\r\n{"provider":"modal"}')
 
 
 def test_a_body_that_is_sent_steadily_has_no_time_limit():
     text = "x" * 8_000_000
 
-    def serve_one(connection):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        received = b""
-        while not received.endswith(b"}}"):
-            received += connection.recv(200_000)
-            threading.Event().wait(0.01)  # the pace: the whole takes more than the limit of a silence
-        connection.sendall(operation())
+    def serve(connection):
+        with connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            received = b""
+            while not received.endswith(b"}}"):
+                received += connection.recv(200_000)
+                threading.Event().wait(0.01)  # the pace: the whole takes more than the limit of a silence
+            connection.sendall(operation())
         assert len(received) > 8_000_000
 
-    with listening(serve_one) as base_url:
-        client = WhitneyClient(base_url, KEY, exchange_timeout_s=0.3, submit_timeout_s=0.3)
+    with Listener(serve) as server:
+        client = client_of(server, exchange_timeout_s=0.3, submit_timeout_s=0.3)
         answer = client._transport.exchange("POST", "/x", [b'{"payload":{"x":"', text.encode(), b'"}}'], timeout_s=0.3)
     assert answer["status"] == "succeeded"
 
