@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_whitney_environment() -> Iterator[None]:
-    """No test may reach, or be billed by, the deployment of whoever runs it."""
+    """Remove the settings of a real deployment: no test may reach it or be billed by it."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WHITNEY_")]:
             patch.delenv(name)
@@ -34,5 +34,5 @@ def no_whitney_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def keys_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget a test's keys after it: every embedded service has its own, and every answer is searched for all."""
+    """Forget a test's API keys after it: each service has its own, and every answer is searched for all known keys."""
     monkeypatch.setattr(errors, "_secrets", dict(errors._secrets))

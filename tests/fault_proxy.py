@@ -1,7 +1,7 @@
-"""A proxy between client and service whose faults are drawn from a seed: the network of a bad day, on loopback.
+"""A proxy between client and service that adds faults drawn from a seed, as of a bad network.
 
-Connections of the client are kept, so that a fault may meet one that served well before. Which exchange meets which
-fault depends on the seed and on the order of the requests only.
+The client's connections are kept, so that a fault may also hit one that was in use before. Which exchange meets which
+fault depends only on the seed and on the order of the requests.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class FaultProxy(Listener):
             return self._random.choice(values)
 
     def ask(self, request):
-        """The service's whole answer to a request, over a connection of its own."""
+        """Return the service's whole answer to a request, over a connection of its own."""
         with socket.create_connection(self._upstream, timeout=GIVES_UP_S) as service:
             service.sendall(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
             answer = b"".join(iter(lambda: service.recv(65536), b""))

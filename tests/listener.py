@@ -1,4 +1,4 @@
-"""A server on a loopback port that handles bytes: what the servers and proxies of the tests are built on."""
+"""A server on a loopback port that handles bytes: the base of the tests' servers and proxies."""
 
 import socket
 import struct

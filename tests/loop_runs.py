@@ -25,7 +25,7 @@ GRPO = "grpo_build_loss:build_loss"
 
 @dataclass
 class Done:
-    """What a loop left behind; the names are those of subprocess.CompletedProcess."""
+    """The outcome of a loop; the names are those of subprocess.CompletedProcess."""
 
     returncode: int
     stdout: str
@@ -42,7 +42,7 @@ class Done:
 
 
 def adapter_of(summary):
-    """The bytes of the adapter that a loop on the embedded service exported."""
+    """Return the bytes of the adapter that a loop on the embedded service exported."""
     return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
 
 
@@ -80,7 +80,7 @@ def run_loop(tmp_path, monkeypatch, capsys):
 
 
 def _forget_modules_of(folder):
-    """The next loop, and the next test, import the user's modules anew."""
+    """Forget the user's modules, so that the next loop and the next test import them anew."""
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(f"{folder}/"):
             del sys.modules[name]
@@ -88,13 +88,13 @@ def _forget_modules_of(folder):
 
 @pytest.fixture(scope="session")
 def remote(tmp_path_factory):
-    """A service that is not the loop's own: what stands for the one that may send a bill."""
+    """A service that the loop did not start, in place of one that may send a bill."""
     with serve(tmp_path_factory.mktemp("remote")) as running:
         yield running
 
 
 def training_on(service):
-    """The environment of someone who trains on this service."""
+    """Return the environment variables that name this service."""
     return {"WHITNEY_BASE_URL": service.base_url, "WHITNEY_API_KEY": service.api_key}
 
 
@@ -105,18 +105,18 @@ def left_behind(service, summary):
 
 
 def write_requests(path, texts, **params):
-    """A JSONL of sample requests: small ones, which train in milliseconds."""
+    """Write a JSONL of small sample requests, which train in milliseconds."""
     params = {"num_samples": 4, "max_tokens": 6} | params
     path.write_text("".join(json.dumps(sample_request(text.encode(), **params)) + "\n" for text in texts))
 
 
 def entries_of(path):
-    """The objects in a JSONL."""
+    """Return the objects in a JSONL."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def metrics_of(path):
-    """The cycles in a metrics file, without their times."""
+    """Return the cycles in a metrics file, without their times."""
     return [
         {name: value for name, value in entry.items() if not name.startswith("time/")}
         for entry in entries_of(path)
@@ -125,7 +125,7 @@ def metrics_of(path):
 
 
 def check_refused(done, message):
-    """The loop said in one line why it does not begin, and created nothing in its folder, the current one."""
+    """Assert that the loop said in one line why it does not start, and created nothing in the current folder."""
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert not Path(".whitney_local").exists()

@@ -1,4 +1,4 @@
-"""A server on a loopback port that does to each connection what a script says, in turn: a service having a bad day."""
+"""A server on a loopback port that answers each request as its script says: a service with faults."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ class ScriptedServer(Listener):
 
     @property
     def asked(self):
-        """The last word of each request's path."""
+        """The last part of each request's path."""
         return [request.path.rpartition("/")[2] for request in self.requests]
 
     def serve(self, connection):
@@ -78,7 +78,7 @@ def _read_request(connection):
 
 
 def reply(body, status=200, headers=(), declared_length=None):
-    """An HTTP answer as bytes; ``body`` may be JSON, text or bytes."""
+    """Return an HTTP answer as bytes; ``body`` may be JSON, text or bytes."""
     raw = body if isinstance(body, bytes) else body.encode() if isinstance(body, str) else json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status} Whatever", "Connection: close", *headers]
     if declared_length != "none":
@@ -87,7 +87,7 @@ def reply(body, status=200, headers=(), declared_length=None):
 
 
 class drip:  # noqa: N801 - reads like the functions beside it
-    """Answer a byte at a time, slowly, without ever ending: the pace is the trouble, nothing waits for it."""
+    """Answer a byte at a time, slowly, without an end: the pace is the fault, nothing waits for it."""
 
     def __init__(self, head):
         self.head, self.sent = head, 0
@@ -121,7 +121,7 @@ OFFER = reply({"operations": ["forward_backward", "optim_step", "save_weights_fo
 
 
 def drop(connection):
-    """Close without a word: the request arrived, the reply is lost."""
+    """Close without an answer: the request arrived, the reply is lost."""
 
 
 def reset_after(sent):

@@ -1,4 +1,4 @@
-"""The command line of the package: which commands there are, and what their help pages say."""
+"""The command line of the package: its commands and their help pages."""
 
 import os
 import re

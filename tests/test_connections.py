@@ -1,4 +1,4 @@
-"""Connections: kept ones, interim answers, slow answers, proxies, and what is known if there was none."""
+"""Connections: kept ones, interim answers, slow answers, proxies, and failed ones."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ def kept_by(client):
 
 
 def answered_and_closed(answer):
-    """Answer as if the connection were to be kept, and close it."""
+    """Answer as if the connection were kept, and close it."""
     return lambda connection: connection.sendall(answer.replace(b"Connection: close\r\n", b""))
 
 
@@ -184,7 +184,7 @@ def test_a_body_that_is_sent_steadily_has_no_time_limit():
             received = b""
             while not received.endswith(b"}}"):
                 received += connection.recv(200_000)
-                threading.Event().wait(0.01)  # the pace: the whole takes more than the limit of a silence
+                threading.Event().wait(0.01)  # the pace: in all it takes longer than the limit for a silence
             connection.sendall(operation())
         assert len(received) > 8_000_000
 

@@ -1,4 +1,4 @@
-"""The contract tests as a tool: their report names what is broken, nothing is left open, and no row has no test."""
+"""The contract tests as a tool: their report names broken sentences, nothing is left open, every row has a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[1]
 KEY = "the-key-of-this-test"
-WAIT_S = 60.0  # for what takes a second: a test that fails ends
+WAIT_S = 60.0  # a test that fails ends; one that passes waits about a second
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def command(base_url, selection, *options):
 
 
 def run(base_url, selection, *options):
-    """The exit code and the output, in which there is never the key, nor half of it."""
+    """Return exit code and output, after a check that the output does not hold the key or half of it."""
     done = subprocess.run(
         command(base_url, selection, *options), cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
@@ -59,7 +59,7 @@ def run(base_url, selection, *options):
 
 
 def text_of(output):
-    """The columns of the table differ in width from the sentences in it."""
+    """Return the output with single spaces, as the table wraps sentences in columns."""
     return " ".join(output.split())
 
 
@@ -168,7 +168,7 @@ def test_the_key_is_in_no_traceback_either(base_url, monkeypatch):
 
 
 def echo(monkeypatch, verbs, words="", form="{}"):
-    """Refuse what has one of the verbs with the key that it came with, each character of it in a form."""
+    """Refuse requests with one of the verbs, and echo their key, each character in a form."""
 
     def refuse(handler, status, body):
         if handler.command not in verbs:

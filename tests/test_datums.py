@@ -17,7 +17,7 @@ from whitney_loop import (
 
 
 class Scalar:
-    """What numpy's and torch's scalars look like from outside: no float, no int."""
+    """Like a scalar of numpy or torch: neither a float nor an int."""
 
     def __init__(self, value):
         self.value = value

@@ -48,7 +48,7 @@ def python(text, folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """An empty folder of a reader's, with examples/ in it, and the modules of the README."""
+    """A reader's folder with examples/ and the modules of the README in it."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     make_prompts, mymod, *_ = re.findall(r"(?ms)^```python\n(.*?)^```", README)
     (tmp_path / "make_prompts.py").write_text(make_prompts)
@@ -74,7 +74,7 @@ LOOPS = [
 
 @pytest.mark.parametrize("match", LOOPS)
 def test_every_command_of_a_loop_passes_its_dry_run(match, folder):
-    """Without what only its reader can have: another engine, a service, a saved state."""
+    """Without the options that need something of the reader's: another engine, a service, a saved state."""
     script, _, arguments = match.groups()
     if "--engine " in arguments:
         pytest.skip("it needs PyTorch; tests/engines runs its task")

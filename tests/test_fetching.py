@@ -32,7 +32,7 @@ def a_sampler(client):
 
 
 def seq_id_in(path):
-    """Of the operation that a poll is about: 1 is the save, 2 the first of those that are submitted at once."""
+    """Return the seq_id in a poll's path: 1 is the save, 2 the first of the operations that are submitted together."""
     return int(path.partition("?")[0].rpartition("-")[2])
 
 
@@ -71,7 +71,7 @@ def test_a_result_is_fetched_while_later_operations_are_not_yet_submitted(servic
             if path.partition("?")[0].endswith("-2"):
                 first_is_polled.set()
 
-        def after(self, path, body, answer):  # a client that is told the result at once does not poll
+        def after(self, path, body, answer):  # a client that gets the result at once does not poll
             return answer | {"status": "queued", "result": None} if body and answer.get("kind") else answer
 
     def payloads():

@@ -36,7 +36,7 @@ def client(service):
 
 
 def statuses(client, session_id):
-    """(status of the session, statuses of its runs)"""
+    """Return the status of the session and those of its runs."""
     session = client.session(session_id)
     return session["status"], [run["status"] for run in session["runs"]]
 
@@ -301,7 +301,7 @@ def test_a_signal_at_a_random_moment_leaves_nothing_open(client, all_sessions, s
         except KeyboardInterrupt:
             interrupted += 1
         sender.join()
-        gc.collect()  # a manager that was interrupted while it was entered cleans up when it is freed
+        gc.collect()  # a context manager that was interrupted while entering cleans up when it is freed
         assert left_open(all_sessions()) == [], number
     assert interrupted == signals
 

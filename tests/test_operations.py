@@ -1,4 +1,4 @@
-"""Operations: their order, what is known if an answer is lost, and the wait for their end."""
+"""Operations: their order, their outcome if an answer is lost, and the wait for their end."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ from whitney_loop import (
     training_session,
 )
 
-# What is known when it ends
+# The outcome
 
 
 def test_an_operation_without_an_answer_has_an_unknown_outcome_and_breaks_the_run():
@@ -219,7 +219,7 @@ def test_a_failed_operation_that_another_one_has_followed_is_not_repeated(monkey
 
 
 def test_sampler_operations_that_fail_are_repeated_among_the_others(pauses):
-    """The repetition may come before or after the second submission: results are fetched meanwhile."""
+    """The repetition may come before or after the second submission, since results are fetched in parallel."""
     script = [busy(1, "sample"), *[operation(seq_id=seq_id, kind="sample") for seq_id in (2, 3)]]
     with ScriptedServer(run(), *script) as server:
         payloads = [{"n": 1}, {"n": 2}]
@@ -297,7 +297,7 @@ def test_operations_are_submitted_in_order_before_the_first_result_is_awaited():
         pending = [client.submit_operation("run-1", "optim_step", {}) for _ in range(2)]
         assert [handle.seq_id for handle in pending] == [1, 2]
         assert [handle.result() for handle in pending] == [{"n": 1}, {"n": 2}]
-        assert pending[0].result() == {"n": 1}  # kept: not asked for again
+        assert pending[0].result() == {"n": 1}  # kept, so not fetched again
     assert [request.method for request in server.requests] == ["GET", "POST", "POST", "GET", "GET"]
 
 
@@ -361,7 +361,7 @@ def test_an_operation_that_does_not_end_in_time_is_reported_with_an_unknown_outc
 
 @pytest.fixture
 def is_stopped(monkeypatch):
-    """``is_stopped(hours)``: the clock goes on by so much, as for a process or a container that was stopped."""
+    """``is_stopped(hours)``: advance the clock, as if the process or its container had been stopped."""
     monotonic, stopped = time.monotonic, []
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(stopped))
     return lambda hours: stopped.append(hours * 3600)

@@ -53,7 +53,7 @@ def test_payloads_of_the_builders_pass(payload, provider):
 
 
 def set_at(payload, path, value):
-    """A copy of the payload with one place changed."""
+    """Return a copy of the payload with one place changed."""
     changed = copy.deepcopy(payload)
     *parents, last = path
     place = changed
@@ -141,7 +141,7 @@ def test_clip_tensors_are_tinkers_only():
     assert "send loss_config {'clip_low_threshold': …}" in str(it.value)
     with pytest.raises(ValueError, match="only tinker takes; on modal build the datum without it$"):
         check_payload(policy_payload("dppo", clip_low=0.8), "modal")
-    check_payload(policy_payload(clip_low=0.8), "tinker")  # a datum of the family, whatever its loss does with it
+    check_payload(policy_payload(clip_low=0.8), "tinker")  # accepted, although this loss does not use it
     with pytest.raises(ValueError, match="loss_config.clip_low_threshold is no key of ppo on tinker"):
         check_payload(policy_payload("ppo", {"clip_low_threshold": 0.8}), "tinker")
 

@@ -1,4 +1,4 @@
-"""The key never leaves for another host, TLS is always verified, and what comes back is limited."""
+"""The key is sent to no other host and shown nowhere, TLS is always verified, and answers are limited in size."""
 
 import hmac
 import json
@@ -34,10 +34,10 @@ from whitney_loop.__main__ import main as close_main
 from whitney_loop.lifecycle import close_command
 from whitney_loop.local import serve
 
-# With what is escaped in a repr, in JSON and in a path; longer than what of a value is shown.
+# It holds characters that a repr, JSON and a path escape, and is longer than the part of a value that is shown.
 KEY = "k'\"\\/%-QpZ8vR3nTq7YwXb2LfKd9HsJm4CgUe6A-xN5rVzW1tBoPiSyEuDh"
 
-WAIT_S = 20.0  # for what takes milliseconds: a test that fails ends
+WAIT_S = 20.0  # a test that fails ends; one that passes waits milliseconds
 
 
 # TLS
@@ -197,17 +197,17 @@ def test_an_answer_without_end_is_cut_off(monkeypatch, status, length):
         WhitneyClient(server.base_url, KEY).capabilities()
 
 
-# The key is in nothing that anyone can read
+# The key is shown nowhere
 
 
 def echoes():
-    """Answers that hold the key wherever an answer can hold something."""
+    """Yield answers that hold the key in every place that an answer has."""
     error = {"error": {"code": KEY, "message": f"Bearer {KEY}", "retryable": False}, "request_id": KEY}
     for status in (400, 401, 404, 409, 410, 422, 500, 501, 503, 429):
         yield reply(error, status, [f"Retry-After: {KEY}"])
         yield reply(f"<html>{KEY}</html>", status)
     yield reply(f"<html>{KEY}</html>")
-    for cut in (8, 20, len(KEY) - 1):  # by the network, or by whoever shows the first bytes
+    for cut in (8, 20, len(KEY) - 1):  # by the network, or because only the first bytes are shown
         yield reply(f'{{"key": "{KEY[:cut]}', 500, declared_length=500)
         yield reply(f"{'x' * (transport._SHOWN_CHARACTERS - cut)}{KEY}")
     yield reply(f'{{"key": "{json.dumps(KEY)[1:-1][:20]}', 400, declared_length=500)
@@ -252,7 +252,7 @@ CALLS = {
 
 
 def parts_of(text):
-    """Each eight characters of it that follow one another: as many of the key are a part of the key."""
+    """Return all substrings of eight characters: as many of the key count as a leak."""
     return {text[start : start + 8] for start in range(len(text) - 7)}
 
 
@@ -262,7 +262,7 @@ def parts_of_the_key_in(text):
 
 
 def all_of(error):
-    """Everything that can be read off an exception."""
+    """Return all texts that an exception can show."""
     return "".join([str(error), repr(error), repr(vars(error)), *traceback.format_exception(error)])
 
 
@@ -270,11 +270,11 @@ def all_of(error):
 @pytest.mark.parametrize("call", CALLS)
 def test_no_error_and_no_log_line_holds_the_key_whatever_a_service_echoes(call, caplog, monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(waiting, "PATIENCE_S", -1)  # what takes long is said at once
+    monkeypatch.setattr(waiting, "PATIENCE_S", -1)  # waiting is logged at once
     caplog.set_level(logging.DEBUG)
     raised = 0
     for position, echo in enumerate(echoes()):
-        # Where an operation's first exchange is about the run, each echo comes at that one and at the operation.
+        # An operation asks for the run first: each echo comes once as that answer and once as the operation's.
         for before in ([], [run()], [run(), operation("running")]) if call in ("operation", "sampler") else ([],):
             with ScriptedServer(*before, echo, echo) as server:
                 asking = WhitneyClient(

@@ -1,4 +1,4 @@
-"""One exchange: what is sent again, with which bytes, how long that goes on, and where the key may go."""
+"""One exchange: what is retried, with which bytes and for how long, and where the key may go."""
 
 import contextlib
 import email.utils
@@ -23,7 +23,7 @@ from whitney_loop import (
     transport,
 )
 
-# What is asked again, and with which bytes
+# What is retried, and with which bytes
 
 RETRIED = (408, 425, 429, 500, 502, 503, 504, 507, 520, 529, 530, 598, 599)
 
@@ -101,7 +101,7 @@ def test_a_refusal_that_stays_retryable_until_the_timeout_is_rejected(gives_up_a
     assert (caught.value.outcome, caught.value.code, caught.value.retryable) == ("rejected", "locked", True)
 
 
-# Some Pythons read any integer, and later ones nest deeper.
+# Some versions of Python read integers of any length, or nest deeper.
 BEYOND_PYTHON = [b'{"x": ' + b"9" * 5000 + b"}", b'{"x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"]
 
 
@@ -162,7 +162,7 @@ def test_a_page_in_place_of_the_api_is_reported_at_once_with_its_first_bytes():
     assert "<html>Welcome" in str(caught.value) and caught.value.status == 200
 
 
-# How long to wait before asking again
+# The pause before a retry
 
 
 def http_date(seconds_from_now):

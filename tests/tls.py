@@ -1,4 +1,4 @@
-"""Certificates made on the spot by the ``openssl`` command, and a TLS server and a proxy on loopback that use them."""
+"""Certificates made by the ``openssl`` command, and a TLS server and a proxy on loopback that use them."""
 
 import contextlib
 import shutil
@@ -25,7 +25,7 @@ class Authority:
                       "-subj", "/CN=authority of the test", *extensions)  # fmt: skip
 
     def certificate(self, *names, days=2):
-        """A file with the key and the certificate of a server; negative days: one that has expired."""
+        """Return a file with a server's key and certificate; with negative ``days`` it has expired."""
         (self.folder / "extensions").write_text(
             f"subjectAltName={','.join(names)}\nauthorityKeyIdentifier=keyid\nsubjectKeyIdentifier=hash\n"
         )
@@ -79,7 +79,7 @@ class _Wrapping:
 
 
 class ConnectProxy(Listener):
-    """An HTTP proxy that tunnels every CONNECT to one port of this machine; ``heard``: what it could read."""
+    """An HTTP proxy that tunnels every CONNECT to one port of this machine; ``heard`` holds the bytes it could read."""
 
     def __init__(self, port):
         self._port = int(port)

@@ -25,7 +25,7 @@ SAMPLER_OPERATIONS = {"sample", "logprobs"}
 
 
 def fresh_key():
-    """Never the same in two runs of these tests: a deployment remembers."""
+    """Return a new Idempotency-Key: a deployment remembers those of earlier test runs."""
     return {"Idempotency_Key": f"contract-{uuid.uuid4().hex}"}
 
 
@@ -69,7 +69,7 @@ def test_forward_is_offered(api):
 
 @pytest.fixture(scope="module")
 def answers(deployment, build):
-    """The answer of each endpoint in the shortest life of two runs, as far as it gets; then why it got no further."""
+    """The answer of each endpoint while two runs are created and ended; and the failure that stopped this, if any."""
     found = {}
 
     def ask(endpoint, body=None, **ids):
@@ -294,7 +294,7 @@ def test_cancel_then_polling_until_terminal_ends_a_run(own_run):
 
 @pytest.fixture
 def without_length(monkeypatch):
-    """An empty body is sent as none at all, as by ``curl -X POST``; urllib would say Content-Length: 0."""
+    """Send no Content-Length with an empty body, as ``curl -X POST`` does; urllib would send Content-Length: 0."""
     putheader = http.client.HTTPConnection.putheader
 
     def put_unless_empty(connection, header, *values):
@@ -309,7 +309,7 @@ def without_length(monkeypatch):
 @pytest.mark.ours
 @pytest.mark.usefixtures("without_length")
 def test_finish_cancel_and_close_need_no_body(api, session_id, ended_run):
-    for end in ("finish", "cancel"):  # a run that has ended so may be asked again
+    for end in ("finish", "cancel"):  # both may be asked again
         run, _ = ended_run(end)
         accepted(run.ask(end))
     accepted(api.close(session_id))
@@ -317,7 +317,7 @@ def test_finish_cancel_and_close_need_no_body(api, session_id, ended_run):
 
 @pytest.mark.ours
 def test_operations_that_a_cancel_takes_from_the_queue_end_as_cancelled(own_run, build):
-    """What ran before the cancel came may have succeeded."""
+    """Operations that ran before the cancel came may have succeeded."""
     posted = [own_run.submit("forward_backward", build.slow_payload())]
     posted += [own_run.submit("save_weights_for_sampler", {}) for _ in range(2)]
     accepted(own_run.ask("cancel"))

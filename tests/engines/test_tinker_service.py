@@ -34,7 +34,7 @@ MAKE = "engines.tinker_service:make"
 
 @pytest.fixture
 def points_to(monkeypatch):
-    """``points_to(url)``: what the SDK reads from the environment, and none of the connections of another test."""
+    """``points_to(url)``: set the SDK's environment variables, and give it no connection of another test."""
 
     def point(base_url):
         monkeypatch.setenv("TINKER_BASE_URL", base_url)
@@ -73,7 +73,7 @@ def new_run(double):
         run.close()
 
 
-# What it makes of an operation
+# How it carries out an operation
 
 
 def data_for(loss_function):
@@ -90,7 +90,7 @@ def data_for(loss_function):
     [(loss, -3.0) for loss in sorted(OBJECTIVES.keys() - {"ppo_critic"})] + [("importance_sampling", -25.0)],
 )
 def test_a_step_on_each_loss_leads_where_it_leads_without_the_server(new_run, loss_function, logprob):
-    """Sent as it is or carried by importance sampling; and with a ratio beyond the limit of the contract's loss."""
+    """For losses that the server has, losses sent as importance sampling, and a ratio beyond the contract's limit."""
     payload = {"data": data_for(loss_function), "loss_function": loss_function, "loss_config": {}}
     if loss_function != "cross_entropy":
         payload["data"][0]["loss_inputs"]["logprobs"]["values"][0] = logprob
@@ -142,7 +142,7 @@ def test_many_samples_are_those_of_each_request_alone(new_run):
     assert sampler.sample_many(requests) == [sampler.sample(*request) for request in requests]
 
 
-# What it cannot keep, it refuses
+# What it refuses
 
 
 def test_a_server_that_averages_is_refused_unless_one_says_so(new_run, double):

@@ -1,4 +1,4 @@
-"""Each file of examples/algorithms: exactly its formula's payload, and shown to learn on the embedded service."""
+"""Each file of examples/algorithms gives exactly the payload of its formula, and learns on the embedded service."""
 
 import importlib
 import math
@@ -94,7 +94,7 @@ UPDATES = dict.fromkeys(FILES, 4) | {"rloo": 1}
 
 
 class FixedClient:
-    """Answers what a build_loss asks beside the sample: reference logprobs, and a critic's operations."""
+    """Answers the further requests of a build_loss: reference logprobs, and a critic's operations."""
 
     def __init__(self):
         self.asked = []
@@ -359,11 +359,11 @@ def test_a_provider_without_the_loss_is_refused_before_anything_is_created(name,
     assert list(tmp_path.iterdir()) == []
 
 
-# Shown to learn: the command of the issue, as a process.
+# Learning
 
 
 def trained(name, provider, seed, rank, folder):
-    """(rewards of all cycles, clip fractions, bytes of the adapter); the time goes with the rank, the learning not."""
+    """Return the rewards of all cycles, the clip fractions, and the adapter. A low rank only saves time."""
     arguments = ["--build-loss", f"algorithms.{name}:build_loss", "--provider", provider, "--seed", str(seed)]
     arguments += ["--local", "--cycles", "40", "--learning-rate", "0.1", "--updates", str(UPDATES[name])]
     arguments += ["--lora-rank", str(rank), "--metrics", "metrics.jsonl"]
@@ -377,7 +377,7 @@ def trained(name, provider, seed, rank, folder):
 
 
 def train_all(jobs, tmp_path_factory):
-    """Two at a time: that is what the machine of a CI has."""
+    """Train two at a time, for two cores."""
     folders = [tmp_path_factory.mktemp("-".join(map(str, job))) for job in jobs]
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(jobs, pool.map(lambda job, folder: trained(*job, folder), jobs, folders), strict=True))

@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def submitted(monkeypatch):
-    """(run_id, payload, operation) of all that a client submits, in its order."""
+    """(run_id, payload, operation) of each operation that a client submits, in order."""
     record = []
 
     submit = Operations.submit

@@ -101,7 +101,7 @@ def test_a_signal_cancels_closes_and_gives_its_exit_code(folder, remote, number,
 @pytest.mark.long
 @pytest.mark.parametrize("waits", ["waits", "waits_in_cycle_1"])
 def test_a_second_signal_stops_the_waiting_and_prints_the_command_that_closes(folder, tmp_path, waits):
-    """The service is stopped in build_loss, so that all hangs until the second signal comes: in cycle 1, the saving."""
+    """The service is stopped while build_loss waits, so that the clean-up, or in cycle 1 the saving, hangs."""
     with start_service(tmp_path / "storage") as service:
         arguments = ("--build-loss", f"mine:{waits}", *REMOTE)
         with start_loop(folder, "rl_loop.py", *arguments, **training_on(service)) as process:

@@ -11,7 +11,7 @@ from whitney_loop.local.byte_lm import ByteLM, ByteLMBackend
 from whitney_loop.local.requests import ServiceError
 from whitney_loop.local.service import Service
 
-WAIT_S = 20.0  # for what takes milliseconds, so that a test that fails ends
+WAIT_S = 20.0  # a test that fails ends; one that passes waits milliseconds
 
 
 class GatedEngine(ByteLM):

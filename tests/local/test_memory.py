@@ -1,4 +1,4 @@
-"""The service may run for weeks: what it keeps of operations, samplers, sessions and connections is bounded."""
+"""The service may run for weeks: the memory for operations, samplers, sessions and connections is bounded."""
 
 import os
 import tracemalloc
@@ -14,7 +14,7 @@ from whitney_loop.local.requests import ServiceError
 from whitney_loop.local.service import Service
 
 OPERATIONS = 10_000
-WARM_UP = 2_000  # beyond what is kept: 256 operations and 17 samplers
+WARM_UP = 2_000  # more than is kept: 256 operations and 17 samplers
 LONGEST_WAIT_S = 20.0
 
 SAMPLE = {"prompt": {"token_ids": [97]}, "num_samples": 2, "sampling_params": {"max_tokens": 4}}
@@ -23,7 +23,7 @@ OPTIMIZER = {"optimizer": adamw_optimizer(1e-4)}
 
 
 class Engine(ByteLMBackend):
-    """Computes nothing, so that what grows is the service's own; each of its results takes a kilobyte."""
+    """Computes nothing, so that only the service's own memory can grow; each result takes a kilobyte."""
 
     version = 0
 

@@ -1,4 +1,4 @@
-"""What is the HTTP front's own: malformed requests, limits, headers, the end of the server, the command line."""
+"""The HTTP front: malformed requests, limits, headers, the end of the server, the command line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def address(served):
 
 
 def parsed(raw):
-    """Status, headers and body of an answer in bytes, which is always JSON."""
+    """Return status, headers and body of an answer in bytes, which is always JSON."""
     head, _, body = raw.partition(b"\r\n\r\n")
     status_line, *lines = head.decode().split("\r\n")
     headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
@@ -50,7 +50,7 @@ def parsed(raw):
 
 
 def send(served, *lines, body=b"", authorised=True):
-    """Send a request line by line as it stands, and read until the server closes."""
+    """Send the lines unchanged as a request, and read until the server closes."""
     if authorised:
         lines = (*lines, f"Authorization: Bearer {served.api_key}")
     request = "\r\n".join([*lines, "", ""]).encode("latin-1") + body
@@ -401,7 +401,7 @@ def test_serve_keeps_states_in_the_current_folder_by_default(tmp_path, monkeypat
 
 
 def test_an_engine_that_cannot_be_made_is_no_fault_of_the_service(tmp_path):
-    """A 5xx would be asked again; 422 and a failed run tell the engine's words at once."""
+    """A 5xx would be retried; a 422 and a failed run give the engine's words at once."""
 
     class Full(ByteLMBackend):
         largest_rank = 8
@@ -446,7 +446,7 @@ def command(tmp_path, *options, **environment):
 
 
 def served_by(process, key=None):
-    """What the command says of itself, as ``serve`` has it; all that it printed so far."""
+    """Return URL and key that the command printed, as an object like that of ``serve``; and the text so far."""
     printed = "".join(process.stdout.readline() for _ in range(3))
     url = re.search(r"^WHITNEY_BASE_URL=(\S+)$", printed, re.MULTILINE)[1]
     said_key = re.search(r"^WHITNEY_API_KEY=(.+)$", printed, re.MULTILINE)[1]

@@ -1,4 +1,4 @@
-"""One cycle: what is sampled and trained on together, and how results are put together."""
+"""One cycle: its batch of samples, its training payload, and results that are merged."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_a_cycle_samples_a_batch_and_trains_on_all_of_it_at_once(train, tmp_path
 
 
 def test_all_prompts_of_a_cycle_are_in_flight_together(train, tmp_path):
-    """On a service that works on eight samples at a time, eight take no longer than one."""
+    """The service answers no sample before all eight were submitted."""
     with serve(tmp_path / "storage") as service, Gate(service, together=8) as gate:
         arguments = ("--model", "byte-lm", "--batch-size", "8", "--cycles", "2")
         done = train("mine:tells", *arguments, **training_on(gate))

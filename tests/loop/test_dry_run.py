@@ -46,7 +46,7 @@ def test_every_loop_has_a_dry_run_that_creates_nothing(run_loop, tmp_path, remot
 
 
 def costs_at_most(done):
-    """{operation or kind of tokens: number} of the line that tells the cost."""
+    """Return {operation or kind of tokens: number} of the line about the cost."""
     [line] = re.findall(r"(?m)^the loop's own operations are at most: (.*)\. Not counted: ", done.stderr)
     return {name: int(number) for number, name in (part.split(" ", 1) for part in line.split(", "))}
 

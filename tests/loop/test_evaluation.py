@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: when, what is kept of it, what is saved, and that a resumption does not repeat it."""
+"""Evaluation on held-out prompts: its cycles, its metrics, the best state, and resumption without repeating it."""
 
 import re
 

@@ -52,7 +52,7 @@ def test_a_fault_on_a_fifth_of_all_exchanges_gives_the_same_adapter_and_runs_eve
 
 
 def after(count, what):
-    """A predicate that lets the first ``count`` of the requests that are ``what`` pass, and no other of them."""
+    """Return a predicate: true for the requests that are ``what``, after the first ``count`` of them."""
     seen = []
 
     def only(method, path):

@@ -1,4 +1,4 @@
-"""The metrics file as the place from which a run is resumed: which resumptions are refused, and what is printed."""
+"""Resumption by the metrics file: the resumptions that are refused, and the lines that are printed."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The metrics file: what is in it, who may write it, and what is left of a line that was cut off."""
+"""The metrics file: its lines, its only writer, and lines that were cut off."""
 
 import os
 from pathlib import Path

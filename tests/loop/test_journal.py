@@ -1,4 +1,4 @@
-"""A loop that is killed outright, with nothing of its own left to run, is cleaned up after by its journal."""
+"""The journal: after a loop was killed, --recover closes what it left open."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ def journal(tmp_path):
 
 
 def facts_of(journal):
-    """What its lines say together."""
+    """Return the facts of all its lines."""
     facts = {}
     for line in journal.read_text().splitlines():
         facts |= json.loads(line)
@@ -40,7 +40,7 @@ def facts_of(journal):
 
 
 class KilledAt:
-    """Kill the process when its n-th request to such a path has come; it and all later ones meet a fault."""
+    """Kill the process at its n-th request to a path with this ending; this and all later requests meet a fault."""
 
     def __init__(self, n, ending=""):
         self.n, self.ending, self.process, self.started = n, ending, None, threading.Event()
@@ -55,7 +55,7 @@ class KilledAt:
 
 
 def kill_loop(service, folder, at, kind):
-    """Run a loop until it is killed, and let its journal name the address where the service lives on."""
+    """Run a loop until it is killed, and replace the proxy's address in its journal by that of the service."""
     with FaultProxy(service, rate=1, kinds=[kind], only=at) as proxy:
         at.process = start_impatient_loop(folder, proxy, *JOURNAL, build_loss="opens_a_second_run", cycles=1)
         at.started.set()
@@ -259,7 +259,7 @@ def test_only_one_of_two_loops_that_start_at_once_trains_and_the_other_creates_n
         return capabilities(of_service)
 
     def after_the_end_of_one(of_service, *arguments):
-        one_has_ended.wait(10)  # if neither stops, it never comes, and both train
+        one_has_ended.wait(10)  # if neither loop stops, both train after 10 s, and the test fails
         return create_session(of_service, *arguments)
 
     monkeypatch.setattr(Service, "capabilities", asked_by_both)

@@ -65,7 +65,7 @@ def test_a_logger_that_is_not_there_is_refused_before_anything_is_created(train,
 
 
 class Double(types.ModuleType):
-    """Stands for a library: records the calls of its functions, and of what they return."""
+    """Stands for a library: records the calls of its functions, and of the objects that they return."""
 
     def __init__(self, name, calls):
         super().__init__(name)

@@ -1,4 +1,4 @@
-"""What a cycle is judged by: its formulas, and how a user's own metrics are merged, kept and printed."""
+"""The metrics of a cycle: their formulas, and how a user's own metrics are merged, kept and printed."""
 
 import math
 import re
@@ -142,7 +142,7 @@ def test_truncated_and_empty_completions_are_counted():
 
 
 class Array:
-    """As one of numpy or torch."""
+    """Like an array of numpy or torch."""
 
     def __init__(self, value):
         self.value = value

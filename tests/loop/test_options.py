@@ -1,4 +1,4 @@
-"""The command line: what is refused before anything is created, and what a help page shows."""
+"""The command line: options that are refused before anything is created, and the help page."""
 
 import pytest
 

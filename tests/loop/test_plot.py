@@ -1,4 +1,4 @@
-"""The page of curves: what it shows, at any length and scale, and what it never overwrites."""
+"""The page of curves: its charts at any length and scale, and the files that it never overwrites."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from whitney_loop.loop.plot import METRICS, POINTS, SIDE, chart, main, ticks
 
 
 class Page(HTMLParser):
-    """The page as a browser takes it: its tags, its texts, its curves, and the labels of the axes."""
+    """The parsed page: its tags, texts, curves, and labels of the axes."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The line of progress: what it shows, in which columns."""
+"""The line of progress and its columns."""
 
 import re
 

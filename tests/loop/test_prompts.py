@@ -1,4 +1,4 @@
-"""A data set of prompts: how it is read, and which of it a cycle takes."""
+"""A data set of prompts: how it is read, and which prompts a cycle takes."""
 
 import json
 
@@ -103,7 +103,7 @@ def test_a_request_with_a_seed_keeps_it():
 
 
 def test_the_fingerprint_of_a_data_set_stays_the_same_in_later_versions():
-    """It is in metrics files: with another one, a run that was begun before could not be resumed."""
+    """Metrics files hold it: if it changed, runs of earlier versions could not be resumed."""
     assert fingerprint([{"prompt": {"token_ids": [1, 2]}, "num_samples": 2}]) == "5314126bbd7666a6"
 
 
@@ -111,7 +111,7 @@ def test_a_fingerprint_tells_data_sets_apart():
     assert fingerprint(REQUESTS) == fingerprint(REQUESTS[:]) != fingerprint(REQUESTS[1:])
 
 
-# Metadata: what a prompt file holds beside the payload
+# Metadata beside the payload of a prompt
 
 ANSWERS = {"hot:": "ice", "dry:": "wet"}
 MINE = """
@@ -168,7 +168,7 @@ def test_a_pair_that_cannot_be_written_is_named_by_its_index(tmp_path, pair, mes
 
 @pytest.mark.parametrize("build_loss", ["mine:build_loss", "algorithms.dapo:build_loss"])
 def test_metadata_reaches_the_users_function_and_is_never_sent(run_loop, tmp_path, remote, build_loss):
-    """Also if the function samples again: mine always does, dapo if all rewards are equal, as of one token often."""
+    """Also if the function samples again: mine always does, dapo if all rewards are equal, which is frequent here."""
     write_answers(tmp_path / "answers.jsonl", ANSWERS)
     (tmp_path / "mine.py").write_text(MINE)
     common = ("--sample-json", "answers.jsonl", "--model", "byte-lm", "--lora-rank", "1", "--seed", "1")

@@ -1,4 +1,4 @@
-"""What a loop prints, and that nothing which hinders it from printing changes how it ends."""
+"""The output of a loop; and a stream that fails does not change how the loop ends."""
 
 import json
 import os
@@ -90,7 +90,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class Odd:
-    """A stream of the user's own that has nothing of what a stream has."""
+    """An object in place of a stream, without a stream's methods."""
 
 
 @pytest.mark.parametrize("stream", [None, Odd()])

@@ -189,7 +189,7 @@ def test_a_second_run_is_not_resumed_without_the_metrics_file_that_names_its_sta
 
 
 def test_a_run_with_every_option_on_resumes_exactly(train, run_loop, folder):
-    """It fails in cycle 5 and is resumed there; the schedule ends where it would have, and so do the goal's cycles."""
+    """The run fails in cycle 5 and is resumed there; the schedule and the goal go on as if it had not failed."""
     steps = ("--updates", "2", "--minibatches", "2", "--max-datums", "3", "--optimizer", "weight_decay=0.1")
     schedule = ("--schedule", "cosine", "--warmup", "2", "--optimizer", "grad_clip_norm=1")
     ends = ("--stop-at", "optim/grad_norm:1e9", "--token-budget", "999999", "--max-minutes", "999")

@@ -154,7 +154,7 @@ REQUEST = Request({"prompt": {"token_ids": [7]}, "num_samples": 2, "metadata": {
 
 
 def test_rewards_of_a_sample_are_computed_once_and_side_by_side():
-    """Each of the two waits for the other: one after the other they would never end."""
+    """Each of the two calls waits for the other, so they must run at the same time."""
     meeting, calls = threading.Barrier(2, timeout=30), []
 
     def reward(tokens, request):

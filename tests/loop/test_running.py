@@ -1,4 +1,4 @@
-"""Every exit cleans up, saves what can be saved, gives its exit code, and says what happened and how to go on."""
+"""Every exit cleans up, saves a state if it can, gives its exit code, and says what happened and how to go on."""
 
 import json
 import signal
@@ -115,7 +115,7 @@ def test_a_service_that_dies_at_any_exchange_is_reported_with_ids_and_command(
             break
         assert code == 1 and "Traceback" not in err
         assert err.splitlines()[-1].startswith("error: no usable answer")
-        # A session whose id did not come cannot be named. Of the others, each that is open is, with its runs.
+        # A session whose id never arrived cannot be named. Every other open session is, and so are its runs.
         for name in ("session_id", "run_id"):
             if summary and summary[name] in left_open(all_sessions()):
                 named += 1
@@ -251,7 +251,7 @@ def test_a_failing_metrics_file_saves_the_state_and_says_how_to_resume_without_i
 def test_a_service_that_takes_no_more_operations_delays_an_end_by_the_limit_of_the_last_save(
     loop, service, user_module, monkeypatch
 ):
-    """Without that limit it would be asked for ten minutes."""
+    """Without that limit the loop would retry for ten minutes."""
     monkeypatch.setattr(training, "LAST_SAVE_S", 0.1)
     user_module(ENDS_IN_CYCLE_2.format(end="open('ended', 'x').close(); " + FAILS))
 

@@ -1,4 +1,4 @@
-"""Texts of what was sampled: three of a cycle on stderr, and all in the file of --samples, which resumes exactly."""
+"""Sampled texts: three of a cycle on stderr, and all in the file of --samples, which resumes exactly."""
 
 import re
 
@@ -64,7 +64,7 @@ def train(run_loop, tmp_path):
 
 
 def texts_shown(stderr):
-    """(cycle, name, value, text) of each text on stderr."""
+    """Return (cycle, name, value, text) of each text on stderr."""
     shown = []
     for line in stderr.splitlines():
         if match := re.match(r"cycle (\d+) ", line):

@@ -1,4 +1,4 @@
-"""Signals: at any moment, in a process of its own, and in what the user's code does with exceptions and processes."""
+"""Signals at any moment, and user code that swallows exceptions, starts processes, or leaves threads."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_a_signal_at_a_random_moment_cleans_up_and_gives_its_exit_code(
         said = read_until(process.stderr, "cycle 0")
         threading.Event().wait(chance.uniform(0, 0.05))
         process.send_signal(number)
-        if seed % 2:  # once the first was seen: if two wait, Python takes the one of the lower number first
+        if seed % 2:  # after the first was handled: of two pending signals, Python handles the lower number first
             said += read_until(process.stderr, "closing what is open")
             threading.Event().wait(chance.uniform(0, 0.02))
             process.send_signal(signal.SIGINT)
@@ -231,7 +231,7 @@ def steps(monkeypatch):
 def test_an_interrupt_at_any_exchange_saves_the_whole_cycles_unless_the_next_has_made_a_step(
     loop, service, interrupt_at, all_sessions, steps
 ):
-    """It comes before or after an exchange: the client cannot know if the service has taken the operation."""
+    """The client cannot know if the service has taken the operation that was interrupted."""
     seen = interrupt_at({})
     expected = adapter_of(loop(service, 2)[1])
     saved = 0
@@ -256,7 +256,7 @@ def test_an_interrupt_at_any_exchange_saves_the_whole_cycles_unless_the_next_has
 def test_the_state_is_saved_although_an_interrupted_operation_arrives_late(
     loop, service, interrupt_at, all_sessions, monkeypatch
 ):
-    """The run is asked for it, and it arrives only then: it takes the seq_id that the last save was to have."""
+    """It arrives after the client asked the run about it, and takes the seq_id that the last save was to have."""
     submit, points = Run.submit, []
 
     def noted(run, seq_id, kind, *rest):

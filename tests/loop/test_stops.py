@@ -1,4 +1,4 @@
-"""A training ends when it is done: at a goal, a budget of tokens, or a time; saved, exported, and said."""
+"""A training ends at a goal, a token budget or a time limit; it is saved and exported, and says why it ended."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def check_that_it_ended_well(done, ended_by, cycles):
 
 
 def test_a_goal_is_the_mean_of_three_cycles(train):
-    """It counts 0, 1, 2, 3: the mean of the last three is 2 after cycle 3, and so is not the last value."""
+    """The metric is 0, 1, 2, 3: the mean of the last three is 2 after cycle 3; the last value is 2 after cycle 2."""
     done = train("--cycles", "9", "--stop-at", "counted:2", "--save-every", "4")
     check_that_it_ended_well(done, "--stop-at counted:2", 4)
 

@@ -1,4 +1,4 @@
-"""The user's function: how it is found and called, and what becomes of what it returns."""
+"""The user's function: how it is found and called, and how its payload is checked."""
 
 import re
 import sys
@@ -256,7 +256,7 @@ def test_a_build_loss_changes_neither_the_request_nor_the_loops_metrics(train):
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("cycle 1 ")]
     assert line.startswith("cycle 1 ") and line.endswith(" left  loss two lines  user/cycle 77")
-    assert "logprobs" in done.summary["warnings"]  # another prompt in the datums does not go unseen
+    assert "logprobs" in done.summary["warnings"]  # another prompt in the datums is noticed
 
 
 def test_a_second_run_of_a_build_loss_is_cleaned_up(train, remote):
