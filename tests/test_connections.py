@@ -62,7 +62,7 @@ def test_a_connection_that_was_closed_meanwhile_is_not_used_and_nothing_is_sent_
         client = client_of(server)
         client.run("run-1")
         wait_until_the_service_has_closed(client)
-        client._transport.exchange("GET", "/x", timeout_s=5)
+        client.capabilities()
         client.close()
     assert len(server.requests) == len(server.connections) == 2 and pauses == []
 

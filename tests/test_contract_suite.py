@@ -273,11 +273,6 @@ def test_a_signal_in_the_middle_leaves_nothing_open(base_url, service, monkeypat
 # Complete
 
 
-def test_every_numbered_rule_of_the_order_has_a_test():
-    source = (ROOT / "tests/contract/test_order.py").read_text(encoding="utf-8")
-    assert {int(number) for number in re.findall(r"def test_(\d+)_", source)} == set(range(1, 8))
-
-
 def test_every_path_that_the_client_knows_is_a_row_that_is_tested():
     paths = {value for value in vars(wire).values() if isinstance(value, str) and value.startswith("/v1/")}
     assert {endpoint.split()[1] for endpoint in ENDPOINTS} == paths

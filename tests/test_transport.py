@@ -217,9 +217,12 @@ def test_a_retry_after_of_any_length_is_a_number(pauses):
             step(client_of(server))
 
 
-def test_the_pause_grows_at_random_up_to_a_ceiling(monkeypatch):
-    monkeypatch.setattr(transport.random, "uniform", lambda low, high: (low, high))
-    assert [transport._backoff_s(attempts) for attempts in (1, 2, 3, 50)] == [(0, 0.5), (0, 1), (0, 2), (0, 20)]
+def test_the_pause_grows_at_random_up_to_a_ceiling(pauses, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(transport.random, "uniform", lambda low, high: drawn.append(low) or high)
+    with ScriptedServer(run(), *[drop] * 8, operation()) as server:
+        step(client_of(server))
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 20, 20] and drawn == [0] * 8
 
 
 def test_an_outage_that_ends_before_the_operation_timeout_is_waited_out(pauses):

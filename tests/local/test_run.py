@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from local.bench import SAMPLE, WAIT_S, FailingEngine, refusal, sample_of
+from local.bench import WAIT_S, FailingEngine, refusal, sample_of
 from whitney_loop.local import run as run_module
 from whitney_loop.local.byte_lm import ByteLM, ByteLMSampler
 from whitney_loop.local.engine import EngineError
@@ -240,13 +240,17 @@ def test_nan_never_leaves_the_service(bench, monkeypatch, number):
 # Seeds
 
 
-@pytest.mark.parametrize(("params", "expected"), [({}, "run:1:2"), ({"seed": 0}, "request:0")])
-def test_a_sample_is_seeded_by_its_own_seed_or_by_run_and_seq_id(bench, params, expected):
-    made = bench()
-    sampler_id = made.save()
-    sampler = made.service._runs[made.run_id]._samplers[1]
-    plain = made.do("sample", SAMPLE | {"sampling_params": {"max_tokens": 4} | params}, sampler_id)
-    assert plain["result"]["sequences"] == sampler.sample(SAMPLE, expected)
+@pytest.mark.parametrize(("params", "is_repeated"), [({}, False), ({"seed": 0}, True)])
+def test_a_sample_is_seeded_by_its_own_seed_or_by_run_and_seq_id(bench, params, is_repeated):
+    def two_samples(**fields):
+        made = bench(**fields)
+        sampler_id = made.save()
+        return [made.do("sample", sample_of(8, max_tokens=8, **params), sampler_id)["result"] for _ in range(2)]
+
+    first, second = two_samples()
+    assert (first == second) == is_repeated
+    assert two_samples() == [first, second]
+    assert (two_samples(seed=2) == [first, second]) == is_repeated
 
 
 def test_the_same_run_twice_gives_the_same_results(bench):

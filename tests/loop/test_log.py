@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from loop_runs import GRPO, check_refused
+from loop_runs import EXAMPLES, GRPO, check_refused
 
 ARGUMENTS = ("--build-loss", GRPO, "--lora-rank", "1", "--seed", "1", "--cycles", "2", "--save-every", "1")
 MINE = """
@@ -79,44 +79,14 @@ class Double(types.ModuleType):
         return called
 
 
-WANDB = """
-import wandb
-
-def log(record):
-    if "config" in record:
-        wandb.init(project="whitney", config=record["config"])
-    if "cycle" in record:
-        wandb.log(record, step=record["cycle"])
-"""
-TENSORBOARD = """
-from torch.utils.tensorboard import SummaryWriter
-
-writer = SummaryWriter("runs/whitney")
-
-def log(record):
-    for name, value in record.items():
-        if "cycle" in record and isinstance(value, (int, float)):
-            writer.add_scalar(name, value, record["cycle"])
-"""
-MLFLOW = """
-import mlflow
-
-def log(record):
-    if "cycle" in record:
-        numbers = {name.replace(":", "."): value for name, value in record.items() if isinstance(value, (int, float))}
-        mlflow.log_metrics(numbers, step=record["cycle"])
-"""
+BLOCKS = re.findall(r"(?ms)^```python\n(.*?)^```", (EXAMPLES / "README.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
-    ("documented", "library", "each"),
-    [
-        (WANDB, "wandb", "log"),
-        (TENSORBOARD, "torch.utils.tensorboard", "add_scalar"),
-        (MLFLOW, "mlflow", "log_metrics"),
-    ],
+    ("library", "each"), [("wandb", "log"), ("torch.utils.tensorboard", "add_scalar"), ("mlflow", "log_metrics")]
 )
-def test_the_documented_loggers_call_their_libraries(train, tmp_path, monkeypatch, documented, library, each):
+def test_the_documented_loggers_call_their_libraries(train, tmp_path, monkeypatch, library, each):
+    [documented] = [block for block in BLOCKS if re.search(rf"^(import|from) {library}\b", block, re.MULTILINE)]
     calls = []
     for end in [match.start() for match in re.finditer(r"\.|$", library)]:
         monkeypatch.setitem(sys.modules, library[:end], Double(library[:end], calls))
