@@ -10,7 +10,6 @@ from between import Between, changing_results
 from gate import Gate
 from loop_runs import GRPO, entries_of, metrics_of, training_on, write_requests
 from scripted_server import OFFER, ScriptedServer, operation, reply, run
-from whitney_loop.local import serve
 from whitney_loop.loop import merged_results
 from whitney_loop.loop.cycle import split_payload
 
@@ -51,9 +50,9 @@ def test_a_cycle_samples_a_batch_and_trains_on_all_of_it_at_once(train, tmp_path
     assert sorted(taken) == sorted(PROMPTS)
 
 
-def test_all_prompts_of_a_cycle_are_in_flight_together(train, tmp_path):
+def test_all_prompts_of_a_cycle_are_in_flight_together(train, tmp_path, remote):
     """The service answers no sample before all eight were submitted."""
-    with serve(tmp_path / "storage") as service, Gate(service, together=8) as gate:
+    with Gate(remote, together=8) as gate:
         arguments = ("--model", "byte-lm", "--batch-size", "8", "--cycles", "2")
         done = train("mine:tells", *arguments, **training_on(gate))
     assert done.returncode == 0, done.stderr

@@ -79,10 +79,10 @@ def is_submit(method, path):
     ],
 )
 def test_an_operation_without_an_answer_ends_the_loop_which_says_what_is_known_and_closes(
-    loop, executed_operations, all_sessions, tmp_path, kind, outcome
+    loop, executed_operations, all_sessions, service, kind, outcome
 ):
     only = after(6, is_submit)
-    with serve(tmp_path) as service, FaultProxy(service, rate=1, kinds=[kind], only=only) as proxy:
+    with FaultProxy(service, rate=1, kinds=[kind], only=only) as proxy:
         code, summary, err = loop(proxy, 5, submit_timeout_s=1.0, exchange_timeout_s=1.0)
         assert left_open(all_sessions()) == []
     assert code == 1 and summary["status"] == "failed"
@@ -92,9 +92,9 @@ def test_an_operation_without_an_answer_ends_the_loop_which_says_what_is_known_a
     assert all(count == 1 for count in Counter(executed_operations).values())
 
 
-def test_a_service_that_answers_nothing_any_more_is_reported_with_ids_and_command(loop, tmp_path):
+def test_a_service_that_answers_nothing_any_more_is_reported_with_ids_and_command(loop, service):
     only = after(9, lambda method, path: True)
-    with serve(tmp_path) as service, FaultProxy(service, rate=1, kinds=["drop request"], only=only) as proxy:
+    with FaultProxy(service, rate=1, kinds=["drop request"], only=only) as proxy:
         code, summary, err = loop(proxy, 5, submit_timeout_s=1.0, exchange_timeout_s=1.0)
         assert code == 1
         session_id, run_id = summary["session_id"], summary["run_id"]

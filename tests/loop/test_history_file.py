@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from loop_runs import GRPO, check_refused, entries_of, training_on
-from whitney_loop.local import serve
 from whitney_loop.loop.files import lock
 from whitney_loop.loop.history import History
 from whitney_loop.loop.lines import LinesFile, read_lines
@@ -42,7 +41,7 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file():
             history.write({"cycle": 0})
 
 
-def test_the_key_is_nowhere_in_the_file(tmp_path, run_loop, prompts):
+def test_the_key_is_nowhere_in_the_file(tmp_path, run_loop, prompts, remote):
     (tmp_path / "mine.py").write_text(
         "import os\nfrom grpo_build_loss import build_loss as grpo\n"
         "def build_loss(sample, cycle, request, ctx):\n"
@@ -50,12 +49,11 @@ def test_the_key_is_nowhere_in_the_file(tmp_path, run_loop, prompts):
         "    ctx.metrics['note'] = os.environ['WHITNEY_API_KEY']\n"
         "    return payload\n"
     )
-    with serve(tmp_path / "storage") as service:
-        arguments = ("--build-loss", "mine:build_loss", "--model", "byte-lm", *prompts, "--metrics", "m.jsonl")
-        done = run_loop("rl_loop", *arguments, **training_on(service))
+    arguments = ("--build-loss", "mine:build_loss", "--model", "byte-lm", *prompts, "--metrics", "m.jsonl")
+    done = run_loop("rl_loop", *arguments, **training_on(remote))
     assert done.returncode == 0, done.stderr
     assert [entry["note"] for entry in entries_of(tmp_path / "m.jsonl") if "cycle" in entry] == ["[key]", "[key]"]
-    assert service.api_key not in (tmp_path / "m.jsonl").read_text() + done.stdout + done.stderr
+    assert remote.api_key not in (tmp_path / "m.jsonl").read_text() + done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

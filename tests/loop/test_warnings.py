@@ -6,7 +6,6 @@ import pytest
 
 from loop_runs import GRPO, training_on
 from whitney_loop import sample_request
-from whitney_loop.local import serve
 from whitney_loop.loop.warnings import Warnings
 
 MINE = """
@@ -100,10 +99,9 @@ def test_later_updates_and_good_data_give_no_warning(run_loop, prompts):
 
 
 @pytest.mark.parametrize(("rate", "warned"), [("0.1", True), ("1e-9", True), ("1e-5", False)])
-def test_a_learning_rate_for_the_embedded_model_is_warned_of_elsewhere(folder, run_loop, prompts, rate, warned):
+def test_a_learning_rate_for_the_embedded_model_is_warned_of_elsewhere(run_loop, prompts, remote, rate, warned):
     arguments = ("--build-loss", GRPO, *prompts, "--cycles", "1", "--learning-rate", rate)
-    with serve(folder / "storage") as service:
-        elsewhere = run_loop("rl_loop", *arguments, "--model", "byte-lm", **training_on(service))
+    elsewhere = run_loop("rl_loop", *arguments, "--model", "byte-lm", **training_on(remote))
     assert ("learning_rate" in elsewhere.summary["warnings"]) == warned
     assert "learning_rate" not in run_loop("rl_loop", *arguments).summary["warnings"]
 
