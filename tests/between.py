@@ -70,6 +70,23 @@ class Between:
         return self.change(answer)
 
 
+class Recorder(Between):
+    """A service that keeps the payload of every operation that it is sent."""
+
+    def __init__(self, service):
+        super().__init__(service)
+        self.sent = []  # (kind, payload)
+
+    def after(self, path, body, answer):
+        if body and path.endswith("/operations"):
+            operation = json.loads(body)
+            self.sent.append((operation["kind"], operation["payload"]))
+        return answer
+
+    def of_kind(self, kind):
+        return [payload for sent, payload in self.sent if sent == kind]
+
+
 def changing_results(service, kind, change):
     """A service in which ``change(result)`` replaces each result of an operation of this kind."""
 

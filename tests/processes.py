@@ -75,6 +75,12 @@ def start_service(storage, api_key="key-of-the-test"):
             process.kill()
 
 
+def contract_command(base_url, key, *options):
+    """Return the command that asks a service every sentence of the contract."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract"]
+    return [*command, "--contract-url", base_url, "--contract-key", key, *options]
+
+
 def read_until(stream, text):
     """Return the lines of a process up to the one that holds ``text``, joined."""
     lines = []

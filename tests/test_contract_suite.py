@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from contract.deployment import ENDPOINTS, Api, Unspeakable
+from loop_runs import ROOT
+from processes import contract_command
 from whitney_loop import wire
 from whitney_loop.local import requests as requests_module
 from whitney_loop.local import run as run_module
@@ -21,7 +22,6 @@ from whitney_loop.local.service import Service
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[1]
 KEY = "the-key-of-this-test"
 WAIT_S = 60.0  # a test that fails ends; one that passes waits about a second
 
@@ -43,8 +43,7 @@ def base_url(service):
 
 
 def command(base_url, selection, *options):
-    pytest_command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract", "-k", selection]
-    return [*pytest_command, "--contract-url", base_url, "--contract-key", KEY, *options]
+    return contract_command(base_url, KEY, "-k", selection, *options)
 
 
 def run(base_url, selection, *options):

@@ -6,7 +6,6 @@ import gc
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,10 @@ from tinker.lib.internal_client_holder import _SessionlessHolderCache
 from tinker.lib.public_interfaces import rest_client_common
 
 from engines.tinker_double import KEY, MODEL, running
-from local.bench import FORWARD, PAYLOADS, SAMPLE, WAIT_S, tensor
-from loop_runs import metrics_of
+from local.bench import FORWARD, SAMPLE, WAIT_S
+from local.byte_payloads import ADAMW, tensor
+from loop_runs import ROOT, metrics_of
+from processes import contract_command
 from whitney_loop.local import serve
 from whitney_loop.local.byte_lm import ByteLM
 from whitney_loop.local.engine import EngineError, load_backend
@@ -26,8 +27,6 @@ from whitney_loop.local.objectives import OBJECTIVES
 # The SDK leaves connections behind that it does not close; Python warns of each when it is collected.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
-ROOT = Path(__file__).parents[2]
-ADAMW = PAYLOADS["optim_step"]["optimizer"]
 CACHES = []  # of connections; kept, so that none is collected outside these tests
 MAKE = "engines.tinker_service:make"
 
@@ -81,7 +80,7 @@ def data_for(loss_function):
     length = len(datum["input"]["token_ids"])
     values = {"weights": 0.5, "logprobs": -3.0, "advantages": 1.5}
     names = ["weights"] if loss_function == "cross_entropy" else list(values)
-    inputs = {name: tensor("float32", *[values[name]] * length) for name in names}
+    inputs = {name: tensor([values[name]] * length) for name in names}
     return [{**datum, "loss_inputs": {**inputs, "target_tokens": datum["loss_inputs"]["target_tokens"]}}]
 
 
@@ -295,9 +294,8 @@ def build_loss(sample, cycle, request, ctx):
 def test_the_contract_holds_on_it_but_for_the_critic(double, tmp_path, provider):
     """A server has no value head, so these four sentences cannot hold."""
     with serve(tmp_path / "storage", backend_of("clips_gradients=true")) as service:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract"]
-        command += ["--contract-url", service.base_url, "--contract-key", service.api_key]
-        command += ["--contract-model", MODEL, "--contract-provider", provider]
+        options = ("--contract-model", MODEL, "--contract-provider", provider)
+        command = contract_command(service.base_url, service.api_key, *options)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     broken = set(re.findall(r"^\[(?:doc|ours)\].*", done.stdout, re.MULTILINE))
     assert [line for line in broken if "critic" not in line] == []

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from local.bench import FORWARD, SAMPLE, WAIT_S, FailingEngine, refusal, sample_of, tensor
+from local.bench import FORWARD, SAMPLE, WAIT_S, FailingEngine, refusal, sample_of
+from local.byte_payloads import ADAMW, datum
 from whitney_loop.local import run as run_module
 from whitney_loop.local.byte_lm import ByteLM, ByteLMSampler
 from whitney_loop.local.engine import EngineError
@@ -50,9 +51,7 @@ def test_more_runs_than_the_engine_takes_are_refused_until_one_has_ended(bench):
 
 
 def forward_with(input_tokens=(97, 98), targets=(98, 99)):
-    (datum,) = FORWARD["data"]
-    inputs = datum["loss_inputs"] | {"target_tokens": tensor("int64", *targets)}
-    return FORWARD | {"data": [datum, {"input": {"token_ids": list(input_tokens)}, "loss_inputs": inputs}]}
+    return FORWARD | {"data": [*FORWARD["data"], datum(input_tokens, targets, [0.0, 1.0])]}
 
 
 @pytest.mark.parametrize(
@@ -98,9 +97,8 @@ def test_tokens_at_the_limits_are_accepted(bench):
 def test_a_gradient_clip_is_refused_if_the_engine_has_none(bench):
     made = bench(limits={"clips_gradients": False})
     made.do("forward_backward")
-    optimizer = {"type": "adamw", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
     with refusal(422, "invalid_payload") as refused:
-        made.post("optim_step", {"optimizer": optimizer | {"grad_clip_norm": 0.5}})
+        made.post("optim_step", {"optimizer": ADAMW | {"grad_clip_norm": 0.5}})
     assert "grad_clip_norm is 0.5, but byte-lm does not clip gradients; send 0" in str(refused.value)
     assert made.do("optim_step")["status"] == "succeeded"
 

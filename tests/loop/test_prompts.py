@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from between import Between
+from between import Recorder
 from loop_runs import EXAMPLES, GRPO, check_refused, training_on
 from whitney_loop import sample_request
 from whitney_loop.loop import Request, fingerprint, read_requests, requests_of_cycle, write_prompts
@@ -125,18 +125,6 @@ def build_loss(sample, cycle, request, ctx):
 """
 
 
-class Records(Between):
-    """A service that keeps every payload of ``sample`` that it is sent."""
-
-    payloads = ()
-
-    def after(self, path, body, answer):
-        sent = json.loads(body) if body else {}
-        if sent.get("kind") == "sample":
-            self.payloads = [*self.payloads, sent["payload"]]
-        return answer
-
-
 def write_answers(path, answers):
     pairs = [(list(prompt.encode()), {"answer": answer}) for prompt, answer in answers.items()]
     write_prompts(path, pairs, num_samples=2, max_tokens=1)
@@ -172,9 +160,10 @@ def test_metadata_reaches_the_users_function_and_is_never_sent(run_loop, tmp_pat
     write_answers(tmp_path / "answers.jsonl", ANSWERS)
     (tmp_path / "mine.py").write_text(MINE)
     common = ("--sample-json", "answers.jsonl", "--model", "byte-lm", "--lora-rank", "1", "--seed", "1")
-    with Records(remote) as service:
+    with Recorder(remote) as service:
         done = run_loop("rl_loop", "--build-loss", build_loss, *common, **training_on(service))
-    assert len(service.payloads) > 2
-    assert all(payload.keys() == {"prompt", "num_samples", "sampling_params"} for payload in service.payloads)
+    payloads = service.of_kind("sample")
+    assert len(payloads) > 2
+    assert all(payload.keys() == {"prompt", "num_samples", "sampling_params"} for payload in payloads)
     if build_loss == "mine:build_loss":
         assert "answer ice" in done.stderr and "answer wet" in done.stderr

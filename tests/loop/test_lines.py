@@ -1,4 +1,4 @@
-"""The metrics file: its lines, its only writer, and lines that were cut off."""
+"""The files that a loop writes line by line, as the metrics file: its lines, its only writer, lines that were cut off."""
 
 import os
 from pathlib import Path
