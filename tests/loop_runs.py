@@ -23,13 +23,17 @@ EXAMPLES = ROOT / "examples"
 GRPO = "grpo_build_loss:build_loss"
 
 
-@dataclass
+@dataclass(repr=False)
 class Done:
     """The outcome of a loop; the names are those of subprocess.CompletedProcess."""
 
     returncode: int
     stdout: str
     stderr: str
+
+    def __repr__(self):
+        """Return what a failing assertion shows, short enough that pytest does not cut it."""
+        return f"<exit code {self.returncode}, stderr ends with {self.stderr[-150:]!r}>"
 
     @property
     def summary(self):

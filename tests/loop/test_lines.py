@@ -1,4 +1,4 @@
-"""The files that a loop writes line by line, as the metrics file: its lines, its only writer, lines that were cut off."""
+"""Files that a loop writes line by line, such as the metrics file: their lines, their only writer, and broken lines."""
 
 import os
 from pathlib import Path
