@@ -82,13 +82,19 @@ def test_a_run_that_the_block_itself_ended_keeps_its_status(client, end, status)
     assert statuses(client, session_id) == ("closed", [status])
 
 
+def error_in(caplog):
+    """Return the only message that was logged as an error."""
+    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    return error
+
+
 def test_a_clean_up_that_fails_is_logged_with_the_command_and_hides_nothing(caplog):
     script = [reply({"session_id": "ses-1"}), refusal(400, "no_close")]
     with ScriptedServer(*script) as server, pytest.raises(ZeroDivisionError):
         with training_session(WhitneyClient(server.base_url), provider="modal"):
             _ = 1 / 0
     command = f"python -m whitney_loop close ses-1 --base-url {server.base_url}"
-    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    error = error_in(caplog)
     assert "may still be open: session ses-1" in error and command in error and "no_close" in error
 
 
@@ -207,7 +213,7 @@ def test_a_session_that_does_not_become_closed_is_said_to_be_open_with_the_comma
             with training_session(client, provider="modal"):
                 pass
     command = f"python -m whitney_loop close ses-1 --base-url {server.base_url}"
-    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    error = error_in(caplog)
     assert "may still be open: session ses-1" in error and command in error and "not closed" in error
     assert caught.value.outcome == "unknown" and client.closed_sessions == set()
 
@@ -227,7 +233,7 @@ def test_an_interrupt_during_clean_up_stops_the_waiting_and_tries_the_close_once
         with training_session(client, provider="modal") as session_id, lora_run(client, session_id, model="m"):
             _ = 1 / 0
     assert server.asked == ["sessions", "runs", "cancel", "close"]
-    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    error = error_in(caplog)
     assert "may still be open: run run-1" in error and "KeyboardInterrupt" in error
 
 

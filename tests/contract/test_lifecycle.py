@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import http.client
-import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -255,14 +255,9 @@ def test_an_idempotency_key_belongs_to_one_path(api):
 
 @pytest.mark.ours
 def test_two_requests_at_once_with_one_idempotency_key_make_one_run(api, session_id):
-    key, answers = fresh_key(), []
-    threads = [
-        threading.Thread(target=lambda: answers.append(api.create_run(session_id, headers=key))) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    key = fresh_key()
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: api.create_run(session_id, headers=key), range(2)))
     one, other = (accepted(answer)["run_id"] for answer in answers)
     assert one == other
 

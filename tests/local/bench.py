@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -90,6 +91,11 @@ class Bench:
 
     def run(self):
         return self.service.run(self.run_id)
+
+
+def in_thread(call, *arguments):
+    """Call a function in a thread, and return the future of its result."""
+    return ThreadPoolExecutor(1).submit(call, *arguments)
 
 
 def sample_of(num_samples, **params):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from local.bench import FORWARD, SAMPLE, WAIT_S, FailingEngine, refusal, sample_of
+from local.bench import FORWARD, SAMPLE, WAIT_S, FailingEngine, in_thread, refusal, sample_of
 from local.byte_payloads import ADAMW, datum
 from whitney_loop.local import run as run_module
 from whitney_loop.local.byte_lm import ByteLM, ByteLMSampler
@@ -189,12 +189,10 @@ def test_a_run_that_is_finished_while_it_is_allocated_completes_its_operations(b
     allocation = Allocation()
     made = bench(allocation)
     saved = made.post("save_state")
-    answers = []
-    finish = threading.Thread(target=lambda: answers.append(made.service.finish_run(made.run_id)["status"]))
-    finish.start()
+    finish = in_thread(made.service.finish_run, made.run_id)
     allocation.gate.set()
-    finish.join(WAIT_S)
-    assert (answers, made.status(saved)) == (["finished"], "succeeded")
+    assert finish.result(WAIT_S)["status"] == "finished"
+    assert made.status(saved) == "succeeded"
 
 
 # Failures

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from local.bench import WAIT_S, FailingEngine, refusal, sample_of
+from local.bench import WAIT_S, FailingEngine, in_thread, refusal, sample_of
 from whitney_loop.local import run as run_module
 from whitney_loop.local.byte_lm import ByteLM, ByteLMSampler
 from whitney_loop.local.engine import EngineError
@@ -26,12 +26,9 @@ def test_a_run_can_be_asked_while_it_computes(busy):
 
 
 def test_a_long_poll_ends_with_its_operation(busy):
-    answers = []
-    poll = threading.Thread(target=lambda: answers.append(busy.wait(busy.first)["status"]))
-    poll.start()
+    poll = in_thread(busy.wait, busy.first)
     busy.engine.gate.release()
-    poll.join(WAIT_S)
-    assert answers == ["succeeded"]
+    assert poll.result(WAIT_S)["status"] == "succeeded"
 
 
 def test_a_long_poll_is_limited(busy, monkeypatch):
@@ -82,12 +79,9 @@ def test_a_finishing_run_takes_no_more_and_is_active_until_its_queue_is_done(bus
 
 
 def test_finish_answers_when_the_queue_is_done(busy):
-    answers = []
-    finish = threading.Thread(target=lambda: answers.append(busy.service.finish_run(busy.run_id)["status"]))
-    finish.start()
+    finish = in_thread(busy.service.finish_run, busy.run_id)
     busy.engine.gate.release(2)
-    finish.join(WAIT_S)
-    assert answers == ["finished"]
+    assert finish.result(WAIT_S)["status"] == "finished"
 
 
 def test_a_finishing_run_can_still_be_cancelled(busy, monkeypatch):
@@ -100,12 +94,9 @@ def test_a_finishing_run_can_still_be_cancelled(busy, monkeypatch):
 
 
 def test_stopping_wakes_a_long_poll_even_if_the_engine_does_not_end(busy):
-    answers = []
-    poll = threading.Thread(target=lambda: answers.append(busy.wait(busy.first, wait_s=60)["status"]))
-    poll.start()
+    poll = in_thread(busy.wait, busy.first, 60)
     busy.service.stop(0.0)
-    poll.join(WAIT_S / 2)
-    assert answers == ["running"]
+    assert poll.result(WAIT_S)["status"] == "running"
 
 
 def test_no_more_operations_may_wait_than_are_kept(busy, monkeypatch):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from local.bench import WAIT_S, in_thread
 from whitney_loop.local import serve, server
 from whitney_loop.local.byte_lm import ByteLMBackend
 from whitney_loop.local.engine import EngineError
@@ -25,7 +26,6 @@ from whitney_loop.local.server import MAX_BODY_BYTES, Handler
 from whitney_loop.local.service import Service
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0  # for what takes milliseconds: a test that fails ends
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +373,6 @@ def test_a_waiting_long_poll_is_answered_when_the_server_ends(tmp_path, monkeypa
     monkeypatch.setattr(Service, "operation", operation)
     gate = threading.Event()
     monkeypatch.setattr("whitney_loop.local.byte_lm.ByteLM.sampler", lambda self: gate.wait(WAIT_S) and 1 / 0)
-    answers = []
     with serve(tmp_path) as served:
         run_id = a_run(served)
         posted = [
@@ -381,12 +380,10 @@ def test_a_waiting_long_poll_is_answered_when_the_server_ends(tmp_path, monkeypa
             for seq_id, kind in enumerate(["save_weights_for_sampler", "save_state"], start=1)
         ]
         path = f"runs/{run_id}/operations/{posted[1]['operation_id']}?wait_s=60"
-        poll = threading.Thread(target=lambda: answers.append(call(served, "GET", path)["status"]))
-        poll.start()
+        poll = in_thread(call, served, "GET", path)
         assert polling.wait(WAIT_S)
         gate.set()
-    poll.join(WAIT_S)
-    assert answers in (["cancelled"], ["running"], ["succeeded"])  # as it was when the service ended
+    assert poll.result(WAIT_S)["status"] in ("cancelled", "running", "succeeded")  # as it was when the service ended
 
 
 def test_serve_keeps_states_in_the_current_folder_by_default(tmp_path, monkeypatch):
