@@ -128,6 +128,17 @@ def metrics_of(path):
     ]
 
 
+def check_exact_resumption(train, *arguments, cycles=(2, 2)):
+    """Train in one run and in two: adapters and metrics must be the same. Return the three outcomes."""
+    whole = train(*arguments, "--seed", "1", "--cycles", sum(cycles), "--metrics", "whole.jsonl")
+    first = train(*arguments, "--seed", "1", "--cycles", cycles[0], "--metrics", "parts.jsonl")
+    second = train(*arguments, "--cycles", cycles[1], "--metrics", "parts.jsonl", "--resume-from", "last")
+    assert second.returncode == 0, second.stderr
+    assert second.adapter == whole.adapter != first.adapter
+    assert metrics_of(Path("parts.jsonl")) == metrics_of(Path("whole.jsonl"))
+    return whole, first, second
+
+
 def check_refused(done, message):
     """Assert that the loop said in one line why it does not start, and created nothing in the current folder."""
     assert (done.returncode, done.stdout) == (2, ""), done.stderr

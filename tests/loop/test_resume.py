@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from loop_runs import EXAMPLES, GRPO, entries_of, metrics_of, write_requests
+from loop_runs import EXAMPLES, GRPO, check_exact_resumption, entries_of, metrics_of, write_requests
 from processes import read_until, start_loop
 
 PROMPTS = ["the ", "she ", "they ", "one ", "a ", "and ", "that "]
@@ -159,25 +159,17 @@ def test_a_training_with_a_second_run_is_resumed_exactly(train, folder, monkeypa
         algorithm = importlib.import_module("algorithms.reinforce_pp_baseline")
         monkeypatch.setattr(algorithm, "RENEW_EVERY", 2)  # also before the resumption
     rl = ("--build-loss", f"algorithms.{name}:build_loss", *RL[2:])
-    whole = train("rl_loop", *rl, "--seed", "1", "--cycles", "5", "--metrics", "whole.jsonl")
-    first = train("rl_loop", *rl, "--seed", "1", "--cycles", "3", "--metrics", "parts.jsonl")
-    second = train("rl_loop", *rl, "--cycles", "2", "--metrics", "parts.jsonl", "--resume-from", "last")
-    assert second.adapter == whole.adapter != first.adapter
-    assert metrics_of(folder / "parts.jsonl") == metrics_of(folder / "whole.jsonl")
+    _, _, second = check_exact_resumption(train, "rl_loop", *rl, cycles=(3, 2))
     [states, _] = second_runs_of(folder / "parts.jsonl")
     expected = {"ppo_critic": {"critic": str}, "reinforce_pp_baseline": {"reference": str}}
     assert {run: type(state) for run, state in states.items()} == expected.get(name, {"reference": type(None)})
     assert "ctx.state" not in second.stderr
 
 
-def test_distillation_is_resumed_with_its_teacher_which_is_not_trained_again(train, folder):
+def test_distillation_is_resumed_with_its_teacher_which_is_not_trained_again(train):
     distil = ("--teacher-data", "examples.jsonl", "--teacher-epochs", "1", "--sample-json", "prompts.jsonl", *COMMON)
-    whole = train("distillation_loop", *distil, "--seed", "1", "--cycles", "4", "--metrics", "whole.jsonl")
-    first = train("distillation_loop", *distil, "--seed", "1", "--cycles", "2", "--metrics", "parts.jsonl")
-    resumed = train("distillation_loop", *distil, "--cycles", "2", "--metrics", "parts.jsonl", "--resume-from", "last")
+    whole, _, resumed = check_exact_resumption(train, "distillation_loop", *distil)
     assert resumed.summary["teacher_tokens_trained"] == 0 < whole.summary["teacher_tokens_trained"]
-    assert resumed.adapter == whole.adapter != first.adapter
-    assert metrics_of(folder / "parts.jsonl") == metrics_of(folder / "whole.jsonl")
 
 
 def test_a_second_run_is_not_resumed_without_the_metrics_file_that_names_its_state(train, run_loop):
