@@ -1,4 +1,4 @@
-"""A server between the loop and the embedded service, which may look at what passes and change it."""
+"""A server between a client and the embedded service that passes requests on; tests look at them or change answers."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ PASSED_ON = ("Authorization", "Idempotency-Key", "Content-Type")
 
 
 class Between:
-    """``change(answer)`` returns what to answer in place of an answer of the service, an object."""
+    """``change(answer)`` returns the answer to send in place of the service's, which is an object."""
 
     def __init__(self, service, change=lambda answer: answer):
         self.service, self.change = service, change
@@ -66,12 +66,29 @@ class Between:
         """Called before a GET is passed on."""
 
     def after(self, path, body, answer):
-        """What to answer; ``body`` is that of a POST."""
+        """Return the answer to send; ``body`` is that of a POST, else None."""
         return self.change(answer)
 
 
+class Recorder(Between):
+    """A service that keeps the payload of every operation that it is sent."""
+
+    def __init__(self, service):
+        super().__init__(service)
+        self.sent = []  # (kind, payload)
+
+    def after(self, path, body, answer):
+        if body and path.endswith("/operations"):
+            operation = json.loads(body)
+            self.sent.append((operation["kind"], operation["payload"]))
+        return answer
+
+    def of_kind(self, kind):
+        return [payload for sent, payload in self.sent if sent == kind]
+
+
 def changing_results(service, kind, change):
-    """A service whose results of the operations of this kind are what ``change(result)`` returns."""
+    """A service in which ``change(result)`` replaces each result of an operation of this kind."""
 
     def changed(answer):
         if answer.get("kind") == kind and answer.get("result"):

@@ -11,18 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from loop_in_process import (  # noqa: F401 - fixtures of several files
-    all_sessions,
-    executed_operations,
-    interrupt_at,
-    loop,
-    service,
-    user_module,
-)
-from loop_runs import remote, run_loop  # noqa: F401
-from scripted_client import gives_up_at_once, pauses  # noqa: F401
-from tls import authority  # noqa: F401
 from whitney_loop import errors
+
+pytest_plugins = ["loop_runs", "loop_in_process", "scripted_client", "tls"]  # fixtures, and asserts that show values
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +42,7 @@ def signals_that_nohup_or_a_shell_ignores() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_whitney_environment() -> Iterator[None]:
-    """No test may reach, or be billed by, the deployment of whoever runs it."""
+    """Remove the settings of a real deployment: no test may reach it or be billed by it."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WHITNEY_")]:
             patch.delenv(name)
@@ -60,5 +51,5 @@ def no_whitney_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def keys_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget a test's keys after it: every embedded service has its own, and every answer is searched for all."""
+    """Forget a test's API keys after it: each service has its own, and every answer is searched for all known keys."""
     monkeypatch.setattr(errors, "_secrets", dict(errors._secrets))

@@ -1,29 +1,30 @@
-"""A proxy between client and service whose faults are drawn from a seed: the network of a bad day, on loopback.
+"""A proxy between client and service that adds faults drawn from a seed, as of a bad network.
 
-Connections of the client are kept, so that a fault may meet one that served well before. Which exchange meets which
-fault depends on the seed and on the order of the requests only.
+The client's connections are kept, so that a fault may also hit one that was in use before. Which exchange meets which
+fault depends only on the seed and on the order of the requests.
 """
 
 import contextlib
 import email.utils
 import random
 import socket
-import struct
 import threading
 import time
 
-GIVES_UP_S = 10.0  # a test that goes wrong ends; one that goes right never waits for it
+from listener import GIVES_UP_S, Listener, reset_at_close
+
 DELAY_S = 0.01
 
 RETRY_AFTER = ["1", "0.5", "0", "-1", "soon", None, "date", "past date"]
 
 
-class FaultProxy:
+class FaultProxy(Listener):
     """``rate``: the share of exchanges with a fault, one of ``kinds``. ``only``: path → whether faults may meet it."""
 
-    def __init__(self, upstream, *, seed=0, rate=0.2, kinds=None, only=lambda method, path: True):
-        host, port = upstream.removeprefix("http://").split(":")
+    def __init__(self, service, *, seed=0, rate=0.2, kinds=None, only=lambda method, path: True):
+        host, port = service.base_url.removeprefix("http://").split(":")
         self._upstream = (host, int(port))
+        self.api_key = service.api_key
         self._random = random.Random(seed)
         self._rate, self._kinds, self._only = rate, list(kinds or FAULTS), only
         self._held = None  # a request that arrives a second time once the next one has come
@@ -33,38 +34,25 @@ class FaultProxy:
         self.connections = 0
         self._open = set()  # connections of the client
         self.faults = []  # (kind, method, path)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._accepting = threading.Thread(target=self._accept)
-
-    def __enter__(self):
-        self._accepting.start()
-        return self
+        super().__init__()
 
     def __exit__(self, *_):
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._accepting.join()
-        self._listener.close()
+        super().__exit__()
         for connection in list(self._open):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)  # a kept one that nobody uses
         for thread in self._threads:
             thread.join()
 
-    def _accept(self):
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            thread = threading.Thread(target=self._serve, args=(connection,))
-            self._threads.append(thread)
-            self._open.add(connection)
-            self.connections += 1
-            thread.start()
+    def serve(self, connection):
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=self._exchange, args=(connection,))
+        self._threads.append(thread)
+        self._open.add(connection)
+        self.connections += 1
+        thread.start()
 
-    def _serve(self, connection):
+    def _exchange(self, connection):
         with connection, contextlib.suppress(OSError):  # the client may leave at any time
             while request := _read_request(connection):
                 connection.settimeout(GIVES_UP_S)
@@ -99,7 +87,7 @@ class FaultProxy:
             return self._random.choice(values)
 
     def ask(self, request):
-        """The service's whole answer to a request, over a connection of its own."""
+        """Return the service's whole answer to a request, over a connection of its own."""
         with socket.create_connection(self._upstream, timeout=GIVES_UP_S) as service:
             service.sendall(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
             answer = b"".join(iter(lambda: service.recv(65536), b""))
@@ -142,7 +130,7 @@ def _reset_in_body(proxy, connection, request):
     answer = proxy.ask(request)
     body = answer.index(b"\r\n\r\n") + 4
     connection.sendall(answer[: (body + len(answer)) // 2])
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close sends a RST
+    reset_at_close(connection)
 
 
 def _truncate_json(proxy, connection, request):
@@ -195,7 +183,7 @@ def _half_close(proxy, connection, request):
 def _reset_after_answer(proxy, connection, request):
     """It is answered, and then the connection is reset before the next request."""
     connection.sendall(proxy.ask(request))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset_at_close(connection)
 
 
 def _close_at_next(proxy, connection, request):

@@ -1,7 +1,7 @@
-"""A service in front of the embedded one that works on samples at the same time, and shows how many at most.
+"""A server in front of the embedded service that counts how many samples are in flight at the same time.
 
-No operation of a sampler ends before ``together`` of them were accepted and none was told to have ended. A loop that
-waits for one before it submits the next never gets an answer here, until ``GIVES_UP_S`` lets the test fail.
+No sampler operation is reported as ended before ``together`` of them were accepted. A loop that waits for one before
+it submits the next gets no answer here, until ``GIVES_UP_S`` lets the test fail.
 """
 
 import json
@@ -18,8 +18,8 @@ class Gate(Between):
         self.together = together
         self.most_in_flight = 0
         self.opened_in_time = True
-        self.sampled = []  # payloads of sample, in their order
-        self.kinds = []  # of all operations, in their order
+        self.sampled = []  # payloads of sample, in order
+        self.kinds = []  # of all operations, in order
         self._in_flight: set[str] = set()
         self._open: set[str] = set()  # those that may end
         self._changed = threading.Condition()

@@ -1,24 +1,20 @@
-"""Fixtures: the loop in this process, with pauses that take no time, and what the service knows of it afterwards."""
+"""Fixtures: the loop in this process, with pauses that take no time, and the service's records of it."""
 
 import functools
 import gc
 import json
-import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from loop_runs import EXAMPLES, same_signal_handlers
 from whitney_loop import WhitneyClient
 from whitney_loop.local import serve
 from whitney_loop.local.run import Run
 from whitney_loop.local.service import Service
 from whitney_loop.loop import place
-from whitney_loop.loop.signals import ENDING_SIGNALS
 from whitney_loop.transport import Transport
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # The reward depends on every token, on the cycle and on the place: no group is uniform, so every cycle makes a step.
 NEVER_SATURATES = """
@@ -69,31 +65,27 @@ def user_module(tmp_path):
 
 @pytest.fixture
 def loop(user_module, tmp_path, monkeypatch, capsys):
-    """``loop(service, base_url, cycles, *options)``: (exit code, summary or None, stderr) of a loop in this process."""
+    """``loop(service, cycles, *options)``: (exit code, summary or None, stderr) of a loop in this process.
+
+    ``service`` may also be a proxy in front of one: only its ``base_url`` and ``api_key`` are used.
+    """
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
     import rl_loop
 
     at_once = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: at_once(min(seconds, 0.001)))
-    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
 
-    def restore_handlers():
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-    def run(service, base_url, cycles, *more, build_loss="never_saturates:build_loss", **seconds):
-        # 0.2 s: what a stall costs. Any honest answer here is faster; one that is not counts as one more fault.
+    def run(service, cycles, *more, build_loss="never_saturates:build_loss", **seconds):
+        # A stall costs 0.2 s. Every real answer is faster; a slower one counts as one more fault.
         seconds = {"exchange_timeout_s": 0.2, "submit_timeout_s": 30.0} | seconds
         monkeypatch.setattr(place, "WhitneyClient", functools.partial(WhitneyClient, **seconds))
         monkeypatch.setenv("WHITNEY_API_KEY", service.api_key)
-        arguments = ["--build-loss", build_loss, "--model", "byte-lm", "--base-url", base_url]
+        arguments = ["--build-loss", build_loss, "--model", "byte-lm", "--base-url", service.base_url]
         arguments += ["--sample-json", "sample.json", "--lora-rank", "1", "--learning-rate", "0.1", "--seed", "5"]
-        sys.modules.pop("never_saturates", None)  # it may have been added to since the last loop
-        try:
+        sys.modules.pop("never_saturates", None)  # the test may have added functions since the last loop
+        with same_signal_handlers():
             code = rl_loop.main([*arguments, "--cycles", str(cycles), *more])
-        finally:
-            restore_handlers()
         out, err = capsys.readouterr()
         return code, json.loads(out) if out else None, err
 
@@ -102,14 +94,14 @@ def loop(user_module, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def service(all_sessions, tmp_path):
-    """The embedded service, as a deployment elsewhere that the loop is given the URL of."""
+    """The embedded service, which a loop uses by its URL, like any deployment."""
     with serve(tmp_path / "storage") as running:
         yield running
 
 
 @pytest.fixture
 def executed_operations(monkeypatch):
-    """The service's own record: (run, seq_id) of everything that its engine was made to do, in that order."""
+    """(run, seq_id) of every operation that the engines of services executed, in order."""
     record = []
     execute = Run._execute
 
@@ -123,7 +115,7 @@ def executed_operations(monkeypatch):
 
 @pytest.fixture
 def all_sessions(monkeypatch):
-    """Called, it gives every session that any embedded service made, as it is then."""
+    """``all_sessions()``: the current state of every session that any embedded service made."""
     services = []
     begin = Service.__init__
 
@@ -169,12 +161,8 @@ def interrupt_at(monkeypatch):
     gc.collect()  # what an interrupt left unclosed is warned of here, where it is ignored
 
 
-def adapter_of(summary):
-    return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
-
-
 def left_open(sessions):
-    """The ids of what is open among the sessions and their runs."""
+    """Return the ids of the sessions and runs that are open."""
     return [s["session_id"] for s in sessions if s["status"] != "closed"] + [
         run["run_id"] for s in sessions for run in s["runs"] if run["status"] not in ("finished", "cancelled", "failed")
     ]

@@ -1,9 +1,10 @@
 """The loops as their users run them: a command line in, an exit code and two texts out.
 
-``run_loop`` runs one in this process, which saves the half second that Python needs to start. ``loop_process.py``
-starts real processes, for the tests that need signals or an environment of their own.
+``run_loop`` runs one in this process, which saves the half second that Python needs to start. ``processes.py`` starts
+real processes, for the tests that need signals or an environment of their own.
 """
 
+import contextlib
 import importlib
 import json
 import signal
@@ -22,13 +23,17 @@ EXAMPLES = ROOT / "examples"
 GRPO = "grpo_build_loss:build_loss"
 
 
-@dataclass
+@dataclass(repr=False)
 class Done:
-    """What a loop left behind; the names are those of subprocess.CompletedProcess."""
+    """The outcome of a loop; the names are those of subprocess.CompletedProcess."""
 
     returncode: int
     stdout: str
     stderr: str
+
+    def __repr__(self):
+        """Return what a failing assertion shows, short enough that pytest does not cut it."""
+        return f"<exit code {self.returncode}, stderr ends with {self.stderr[-150:]!r}>"
 
     @property
     def summary(self):
@@ -37,9 +42,23 @@ class Done:
 
     @property
     def adapter(self):
-        """The bytes of the adapter that a loop on the embedded service exported."""
-        folder = Path(self.summary["artifact"]["uri"].removeprefix("file://"))
-        return (folder / "adapter_model.safetensors").read_bytes()
+        return adapter_of(self.summary)
+
+
+def adapter_of(summary):
+    """Return the bytes of the adapter that a loop on the embedded service exported."""
+    return (Path(summary["artifact"]["uri"].removeprefix("file://")) / "adapter_model.safetensors").read_bytes()
+
+
+@contextlib.contextmanager
+def same_signal_handlers():
+    """Put back the signal handlers that a loop replaces."""
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -48,8 +67,7 @@ def run_loop(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(script, *arguments, **variables):
-        handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, same_signal_handlers():
             patch.syspath_prepend(str(EXAMPLES))  # as Python does for a script
             for name, value in variables.items():
                 patch.setenv(name, value)
@@ -59,8 +77,6 @@ def run_loop(tmp_path, monkeypatch, capsys):
             except SystemExit as error:  # of argparse
                 code = error.code
             finally:
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
                 _forget_modules_of(tmp_path)
         return Done(code, *capsys.readouterr())
 
@@ -68,7 +84,7 @@ def run_loop(tmp_path, monkeypatch, capsys):
 
 
 def _forget_modules_of(folder):
-    """The next loop, and the next test, import the user's modules anew."""
+    """Forget the user's modules, so that the next loop and the next test import them anew."""
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(f"{folder}/"):
             del sys.modules[name]
@@ -76,33 +92,55 @@ def _forget_modules_of(folder):
 
 @pytest.fixture(scope="session")
 def remote(tmp_path_factory):
-    """A service that is not the loop's own: what stands for the one that may send a bill."""
+    """A service that the loop did not start, in place of one that may send a bill."""
     with serve(tmp_path_factory.mktemp("remote")) as running:
         yield running
 
 
 def training_on(service):
-    """The environment of someone who trains on this service."""
+    """Return the environment variables that name this service."""
     return {"WHITNEY_BASE_URL": service.base_url, "WHITNEY_API_KEY": service.api_key}
 
 
-def left_behind(service, done):
-    """(status of the loop's session, statuses of its runs) as the service knows them."""
-    session = WhitneyClient(service.base_url, service.api_key).session(done.summary["session_id"])
+def left_behind(service, summary):
+    """Return the status of the loop's session and those of its runs, as the service knows them."""
+    session = WhitneyClient(service.base_url, service.api_key).session(summary["session_id"])
     return session["status"], [run["status"] for run in session["runs"]]
 
 
 def write_requests(path, texts, **params):
-    """A JSONL of sample requests: small ones, which train in milliseconds."""
+    """Write a JSONL of small sample requests, which train in milliseconds."""
     params = {"num_samples": 4, "max_tokens": 6} | params
     path.write_text("".join(json.dumps(sample_request(text.encode(), **params)) + "\n" for text in texts))
 
 
+def entries_of(path):
+    """Return the objects in a JSONL."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def metrics_of(path):
-    """The cycles in a metrics file, without their times."""
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    """Return the cycles in a metrics file, without their times."""
     return [
         {name: value for name, value in entry.items() if not name.startswith("time/")}
-        for entry in entries
+        for entry in entries_of(path)
         if "cycle" in entry
     ]
+
+
+def check_exact_resumption(train, *arguments, cycles=(2, 2)):
+    """Train in one run and in two: adapters and metrics must be the same. Return the three outcomes."""
+    whole = train(*arguments, "--seed", "1", "--cycles", sum(cycles), "--metrics", "whole.jsonl")
+    first = train(*arguments, "--seed", "1", "--cycles", cycles[0], "--metrics", "parts.jsonl")
+    second = train(*arguments, "--cycles", cycles[1], "--metrics", "parts.jsonl", "--resume-from", "last")
+    assert second.returncode == 0, second.stderr
+    assert second.adapter == whole.adapter != first.adapter
+    assert metrics_of(Path("parts.jsonl")) == metrics_of(Path("whole.jsonl"))
+    return whole, first, second
+
+
+def check_refused(done, message):
+    """Assert that the loop said in one line why it does not start, and created nothing in the current folder."""
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not Path(".whitney_local").exists()

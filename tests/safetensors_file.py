@@ -6,7 +6,7 @@ import struct
 
 
 def read(content: bytes) -> tuple[dict[str, tuple[list[int], list[float]]], dict[str, str]]:
-    """Shape and numbers of each float32 tensor, and the metadata."""
+    """Return shape and numbers of each float32 tensor, and the metadata."""
     (length,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     metadata = header.pop("__metadata__")

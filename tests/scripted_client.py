@@ -1,4 +1,4 @@
-"""What the tests of the client share: a client of a scripted server, its first operation, and its pauses."""
+"""Shared by the tests of the client: a client of a scripted server, an operation, and its pauses."""
 
 import time
 
@@ -19,7 +19,7 @@ def step(client):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """The pauses of this process, in seconds, which take no time here."""
+    """The pauses of this process in seconds; they take no time."""
     taken = []
     monkeypatch.setattr(time, "sleep", taken.append)
     return taken
@@ -27,5 +27,5 @@ def pauses(monkeypatch):
 
 @pytest.fixture
 def gives_up_at_once(monkeypatch):
-    """At the first trouble there is no time left for the pause."""
+    """No retry: the pause before the first one is longer than any time limit."""
     monkeypatch.setattr(transport, "_backoff_s", lambda _: float("inf"))

@@ -1,14 +1,15 @@
-"""A server on a loopback port that does to each connection what a script says, in turn: a service having a bad day."""
+"""A server on a loopback port that answers each request as its script says: a service with faults."""
 
 import contextlib
 import json
+import os
+import signal
 import socket
-import struct
 import threading
 import time
 from dataclasses import dataclass
 
-CLIENT_GIVES_UP_S = 10.0  # a test that goes wrong ends; one that goes right never waits for it
+from listener import GIVES_UP_S, Listener, reset_at_close
 
 
 @dataclass
@@ -23,51 +24,45 @@ class Request:
         return json.loads(self.body)
 
 
-class ScriptedServer:
+class ScriptedServer(Listener):
     """``script``: for each request, bytes to answer before closing the connection, or a callable that gets it.
 
     With ``keeps`` a connection stays open after bytes, and is closed after a callable.
     """
 
+    api_key = "key-of-the-test"
+
     def __init__(self, *script, keeps=False):
         self.script, self.keeps = list(script), keeps
         self.requests: list[Request] = []
         self.connections = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
+        super().__init__()
 
     def __exit__(self, *_):
-        self._listener.shutdown(socket.SHUT_RDWR)
         for connection in self.connections if self.keeps else ():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)
-        self._thread.join()
-        self._listener.close()
+        super().__exit__()
 
-    def _serve(self):
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self.connections.append(connection)
-            with connection:
-                connection.settimeout(CLIENT_GIVES_UP_S)
-                while request := _read_request(connection):
-                    self.requests.append(request)
-                    action = self.script.pop(0) if self.script else refusal(400, "script_ended")
-                    if callable(action):
-                        action(connection)
-                        break
-                    if not self.keeps:
-                        connection.sendall(action)
-                        break
-                    connection.sendall(action.replace(b"Connection: close\r\n", b"", 1))
+    @property
+    def asked(self):
+        """The last part of each request's path."""
+        return [request.path.rpartition("/")[2] for request in self.requests]
+
+    def serve(self, connection):
+        self.connections.append(connection)
+        with connection:
+            connection.settimeout(GIVES_UP_S)
+            while request := _read_request(connection):
+                self.requests.append(request)
+                action = self.script.pop(0) if self.script else refusal(400, "script_ended")
+                if callable(action):
+                    action(connection)
+                    break
+                if not self.keeps:
+                    connection.sendall(action)
+                    break
+                connection.sendall(action.replace(b"Connection: close\r\n", b"", 1))
 
 
 def _read_request(connection):
@@ -83,7 +78,7 @@ def _read_request(connection):
 
 
 def reply(body, status=200, headers=(), declared_length=None):
-    """An HTTP answer as bytes; ``body`` may be JSON, text or bytes."""
+    """Return an HTTP answer as bytes; ``body`` may be JSON, text or bytes."""
     raw = body if isinstance(body, bytes) else body.encode() if isinstance(body, str) else json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status} Whatever", "Connection: close", *headers]
     if declared_length != "none":
@@ -92,7 +87,7 @@ def reply(body, status=200, headers=(), declared_length=None):
 
 
 class drip:  # noqa: N801 - reads like the functions beside it
-    """Answer a byte at a time, slowly, without ever ending: the pace is the trouble, nothing waits for it."""
+    """Answer a byte at a time, slowly, without an end: the pace is the fault, nothing waits for it."""
 
     def __init__(self, head):
         self.head, self.sent = head, 0
@@ -100,7 +95,7 @@ class drip:  # noqa: N801 - reads like the functions beside it
     def __call__(self, connection):
         with contextlib.suppress(OSError):  # the client leaves
             connection.sendall(self.head)
-            gone = time.monotonic() + CLIENT_GIVES_UP_S
+            gone = time.monotonic() + GIVES_UP_S
             while time.monotonic() < gone:
                 connection.sendall(b"x")
                 self.sent += 1
@@ -121,14 +116,18 @@ def run(status="active", next_seq_id=1):
     return reply({"run_id": "run-1", "session_id": "ses-1", "status": status, "next_seq_id": next_seq_id})
 
 
+# The answer of a service that offers what a loop needs.
+OFFER = reply({"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]})
+
+
 def drop(connection):
-    """Close without a word: the request arrived, the reply is lost."""
+    """Close without an answer: the request arrived, the reply is lost."""
 
 
 def reset_after(sent):
     def act(connection):
         connection.sendall(sent)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close sends a RST
+        reset_at_close(connection)
 
     return act
 
@@ -136,3 +135,9 @@ def reset_after(sent):
 def stall(connection):
     """Say nothing until the client has given up."""
     connection.recv(1)
+
+
+def interrupt(connection):
+    """Say nothing until the client, which is in this process, was ended by Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+    stall(connection)

@@ -78,7 +78,7 @@ def test_a_number_that_is_not_finite_is_refused_with_its_position(estimate, bad)
         estimate([0.0, 0.0, bad])
 
 
-def test_numbers_that_overflow_on_the_way_are_refused_and_give_no_infinity_and_no_zero():
+def test_intermediate_results_that_overflow_are_refused():
     assert group_mean_advantages([1e200, 0]) == [5e199, -5e199]
     for overflowing in (
         lambda: group_mean_advantages([0.0, 1e200], normalize_std=True),
@@ -111,7 +111,7 @@ def test_kl_adjust_subtracts_the_immediate_term():
     assert kl_adjust_advantages([1, 1], [-1, -2], [-1.5, -1], kl_coef=0.5) == [0.75, 1.5]
 
 
-def test_kl_adjust_refuses_lengths_that_do_not_match_and_the_leading_none_of_a_logprobs_result():
+def test_kl_adjust_refuses_other_lengths_and_the_leading_none_of_a_result():
     with pytest.raises(ValueError, match="advantages has 1 entries, sampled_logprobs has 2 .*reference_logprobs has 2"):
         kl_adjust_advantages([1], [-1, -1], [-1, -1], kl_coef=0.1)
     with pytest.raises(ValueError, match=r"reference_logprobs\[0\] is None"):
@@ -147,7 +147,7 @@ def test_soft_advantages_do_not_overflow():
 
 
 @pytest.mark.parametrize("beta", [0, -1, math.nan, None])
-def test_soft_advantages_refuse_another_beta(beta):
+def test_soft_advantages_refuse_a_beta_that_is_not_positive(beta):
     with pytest.raises(ValueError, match="beta is"):
         soft_advantages([0, 1], beta=beta)
 
@@ -169,7 +169,7 @@ def test_with_gamma_and_lambda_one_the_returns_are_the_rewards_to_come():
     assert generalized_advantages([], [], gamma=1, gae_lambda=1) == ([], [])
 
 
-def test_generalized_advantages_refuse_what_does_not_fit():
+def test_generalized_advantages_refuse_bad_arguments():
     with pytest.raises(ValueError, match="rewards has 1 entries, values has 2"):
         generalized_advantages([1], [1, 2], gamma=1, gae_lambda=1)
     with pytest.raises(ValueError, match="gae_lambda is 1.5"):

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "losses": set(),
     "wire": set(),
     "version": set(),
-    # the JSON primitives, and what is made of them
+    # the JSON primitives, and payloads built from them
     "payloads": {"losses"},
     "build_loss": {"datums", "payloads"},
     # the client's side
@@ -38,7 +38,7 @@ WHOLE_PACKAGE = "__init__"  # "import whitney_loop" imports the client's side
 
 
 def imports_of(source, module):
-    """Return the rooms that a module of the package imports, also inside functions. ``module``: loop/place, say."""
+    """Return the rooms that a module of the package, such as loop/place, imports, also inside functions."""
     tree = ast.parse(source)
     for_types_only = {
         inner

@@ -1,4 +1,4 @@
-"""WhitneyClient: sessions, runs, what a service offers, and what results must hold."""
+"""WhitneyClient: sessions, runs, and what a service offers."""
 
 import pytest
 
@@ -11,8 +11,6 @@ from whitney_loop import (
     RequestRejected,
     UnexpectedResponse,
     WhitneyClient,
-    result_sampler_id,
-    result_sequences,
 )
 
 # Waiting for the end of a run or a session
@@ -99,7 +97,7 @@ def test_a_run_that_is_still_allocated_is_awaited_and_that_is_said_once(pauses, 
     assert [record.getMessage() for record in caplog.records] == ["run run-1 is being allocated: waiting for it"]
 
 
-def test_a_run_that_is_active_at_once_is_not_asked_for():
+def test_a_run_that_is_active_at_once_is_not_polled():
     with ScriptedServer(run()) as server:
         assert client_of(server).create_lora_run("ses-1", model="m") == "run-1"
     assert len(server.requests) == 1
@@ -129,44 +127,6 @@ def test_a_created_session_without_an_id_is_reported():
         client_of(server).create_session("modal")
 
 
-SEQUENCE = {"tokens": [1, 2], "logprobs": [-0.1, -0.2], "stop_reason": "stop"}
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (None, "result.sequences is None"),
-        ({"sequences": []}, "result.sequences is \\[\\]"),
-        ({"sequences": [SEQUENCE, "x"]}, r"result.sequences\[1\] is 'x'"),
-        ({"sequences": [SEQUENCE | {"tokens": ["1", "2"]}]}, r"sequences\[0\].tokens is .*token ids"),
-        ({"sequences": [SEQUENCE | {"tokens": None}]}, r"sequences\[0\].tokens is None"),
-        ({"sequences": [SEQUENCE | {"logprobs": None}]}, r"sequences\[0\].logprobs is None"),
-        ({"sequences": [SEQUENCE | {"logprobs": [-0.1, None]}]}, r"sequences\[0\].logprobs\[1\] is None"),
-        ({"sequences": [SEQUENCE | {"logprobs": [-0.1, float("nan")]}]}, r"sequences\[0\].logprobs\[1\] is nan"),
-        ({"sequences": [SEQUENCE | {"tokens": [1, True]}]}, r"sequences\[0\].tokens is .*token ids"),
-        (
-            {"sequences": [SEQUENCE | {"logprobs": [-0.1]}]},
-            r"logprobs is \[-0.1\], expected 2 .*, not 1",
-        ),
-        ({"sequences": [{"tokens": [1, 2]}]}, r"sequences\[0\].logprobs is None"),
-    ],
-)
-def test_a_sample_that_cannot_be_trained_on_is_refused_with_the_field(result, message):
-    with pytest.raises(UnexpectedResponse, match=message):
-        result_sequences(result)
-
-
-def test_a_sample_that_can_be_trained_on_gives_its_sequences():
-    sequences = [SEQUENCE, {"tokens": [], "logprobs": []}, SEQUENCE | {"logprobs": [0, -1]}]
-    assert result_sequences({"sequences": sequences}) == sequences
-
-
-def test_a_save_without_a_sampler_id_is_reported():
-    assert result_sampler_id({"sampler_id": "smp-1"}) == "smp-1"
-    with pytest.raises(UnexpectedResponse, match="result.sampler_id is None"):
-        result_sampler_id({})
-
-
 # What the service offers
 
 
@@ -187,7 +147,7 @@ def test_offered_operations_are_read_in_both_forms(body):
         ({}, UnexpectedResponse, "providers is not an object"),
     ],
 )
-def test_capabilities_that_do_not_serve_are_refused(body, error, message):
+def test_insufficient_capabilities_are_refused(body, error, message):
     with ScriptedServer(reply(body)) as server, pytest.raises(error, match=message):
         client_of(server).require_operations("modal", ["sample"])
 

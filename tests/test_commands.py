@@ -1,27 +1,21 @@
-"""The command line of the package: which commands there are, and what their help pages say."""
+"""The command line of the package: its commands and their help pages."""
 
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from loop_runs import EXAMPLES, ROOT, same_signal_handlers
 from whitney_loop.__main__ import COMMANDS, main
-from whitney_loop.loop.signals import ENDING_SIGNALS
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
-def same_signal_handlers():
-    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def restored_signal_handlers():
+    with same_signal_handlers():
+        yield
 
 
 def help_of(command, capsys):
@@ -59,7 +53,7 @@ def test_each_option_of_a_loop_is_one_line_of_a_named_group(command, capsys, mon
 
 def test_the_help_of_train_lists_every_algorithm(capsys):
     shown = help_of("train", capsys)
-    names = {path.stem for path in (ROOT / "examples" / "algorithms").glob("[a-z]*.py")}
+    names = {path.stem for path in (EXAMPLES / "algorithms").glob("[a-z]*.py")}
     assert set(re.findall(r"(?m)^    (\w+)  +\w", shown)) == names and len(names) >= 12
     assert re.findall(r"(?m)^    (\w+)  [^.]+\.\s+Only\s+with --provider\s+tinker", shown) == ["dro"]
     assert max(map(len, shown.splitlines())) <= 120
@@ -75,7 +69,7 @@ def test_the_command_that_a_loops_help_page_shows_passes_its_dry_run(command, tm
 
 
 def test_the_script_and_the_command_show_the_same_help_but_for_their_names(capsys):
-    script = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), "--help"]
+    script = [sys.executable, str(EXAMPLES / "rl_loop.py"), "--help"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.replace("python examples/rl_loop.py", "whitney-loop train") == help_of("train", capsys)
 
@@ -91,8 +85,7 @@ def test_the_script_and_the_command_show_the_same_help_but_for_their_names(capsy
         (["serve", "--po", "0"], "unrecognized arguments: --po"),
     ],
 )
-def test_a_usage_error_shows_the_usage_and_a_line_that_says_what_is_wrong(arguments, message, monkeypatch, capsys):
-    monkeypatch.delenv("WHITNEY_BASE_URL", raising=False)
+def test_a_usage_error_shows_the_usage_and_a_line_that_says_what_is_wrong(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     shown = capsys.readouterr().err

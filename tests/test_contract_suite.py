@@ -1,4 +1,4 @@
-"""The contract tests as a tool: their report names what is broken, nothing is left open, and no row has no test."""
+"""The contract tests as a tool: their report names broken sentences, nothing is left open, every row has a test."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from contract.deployment import ENDPOINTS, Api, Unspeakable
+from loop_runs import ROOT
+from processes import contract_command
 from whitney_loop import wire
 from whitney_loop.local import requests as requests_module
 from whitney_loop.local import run as run_module
@@ -21,9 +22,8 @@ from whitney_loop.local.service import Service
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[1]
 KEY = "the-key-of-this-test"
-WAIT_S = 60.0  # for what takes a second: a test that fails ends
+WAIT_S = 60.0  # a test that fails ends; one that passes waits about a second
 
 
 @pytest.fixture
@@ -43,12 +43,11 @@ def base_url(service):
 
 
 def command(base_url, selection, *options):
-    pytest_command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract", "-k", selection]
-    return [*pytest_command, "--contract-url", base_url, "--contract-key", KEY, *options]
+    return contract_command(base_url, KEY, "-k", selection, *options)
 
 
 def run(base_url, selection, *options):
-    """The exit code and the output, in which there is never the key, nor half of it."""
+    """Return exit code and output, after a check that the output does not hold the key or half of it."""
     done = subprocess.run(
         command(base_url, selection, *options), cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
@@ -59,7 +58,7 @@ def run(base_url, selection, *options):
 
 
 def text_of(output):
-    """The columns of the table differ in width from the sentences in it."""
+    """Return the output with single spaces, as the table wraps sentences in columns."""
     return " ".join(output.split())
 
 
@@ -70,7 +69,7 @@ def open_sessions(service):
 # The report
 
 
-def test_where_all_holds_one_line_says_so_and_what_was_asked_for_follows(base_url, service):
+def test_the_report_says_in_one_line_that_all_holds_and_then_what_was_asked_for(base_url, service):
     code, output = run(base_url, "test_3 or formula")
     assert code == 0
     assert "All 3 sentences of the contract that were asked hold, in 3 cases." in output
@@ -101,14 +100,14 @@ def test_the_cases_of_a_sentence_share_a_row(base_url, monkeypatch):
     assert "and 6 more" in text_of(output)
 
 
-def test_where_no_session_can_be_had_the_first_test_says_why_and_the_others_are_not_asked(base_url):
+def test_the_first_test_says_why_no_session_can_be_had_and_the_others_are_skipped(base_url):
     code, output = run(base_url, "test_3 or session_is_open", "--contract-provider", "nobody")
     assert code == 1
     assert "1 of 1 sentences of the contract do not hold:" in output
     assert "not asked, 3 cases: nothing can be asked without a session: expected success, found 422" in output
 
 
-def test_where_nothing_can_be_asked_one_sentence_says_why():
+def test_a_deployment_that_cannot_be_reached_is_reported_in_one_sentence():
     code, output = run("http://127.0.0.1:1", "test_3")
     assert code == 2
     assert "this is no deployment that can be asked: GET capabilities: no answer" in output
@@ -140,7 +139,7 @@ def test_a_redirect_is_not_followed(base_url, monkeypatch):
     assert Api(base_url, KEY, "modal", "byte-lm", embedded=False).call("GET", "capabilities").status == 307
 
 
-def test_an_answer_that_is_no_json_is_found_as_what_it_is(base_url, monkeypatch):
+def test_an_answer_that_is_not_json_is_shown(base_url, monkeypatch):
     answer = Handler._answer
 
     def answer_in_html(handler, status, body):
@@ -168,7 +167,7 @@ def test_the_key_is_in_no_traceback_either(base_url, monkeypatch):
 
 
 def echo(monkeypatch, verbs, words="", form="{}"):
-    """Refuse what has one of the verbs with the key that it came with, each character of it in a form."""
+    """Refuse requests with one of the verbs, and echo their key, each character in a form."""
 
     def refuse(handler, status, body):
         if handler.command not in verbs:
@@ -186,7 +185,7 @@ def echo(monkeypatch, verbs, words="", form="{}"):
     monkeypatch.setattr(Handler, "_answer", refuse)
 
 
-def test_the_key_that_a_deployment_echoes_is_not_in_the_sentence_that_ends_the_tests(base_url, monkeypatch):
+def test_an_echoed_key_is_not_in_the_sentence_that_ends_the_tests(base_url, monkeypatch):
     echo(monkeypatch, ("GET", "POST"))
     code, output = run(base_url, "test_3")
     assert code == 2
@@ -195,7 +194,7 @@ def test_the_key_that_a_deployment_echoes_is_not_in_the_sentence_that_ends_the_t
 
 @pytest.mark.parametrize("form", ["{}", "\\u{1:04x}", "%{1:02X}"], ids=["plain", "JSON", "percent"])
 @pytest.mark.parametrize("words", ["", 135 * "x"], ids=["whole", "cut"])  # 160 characters of an answer are shown
-def test_the_key_that_a_deployment_echoes_is_in_no_row_and_no_local_variable(base_url, monkeypatch, form, words):
+def test_an_echoed_key_is_in_no_row_and_no_local_variable(base_url, monkeypatch, form, words):
     echo(monkeypatch, ("POST",), words, form)
     code, output = run(base_url, "session_is_open", "--tb=long", "--showlocals")
     assert code == 1
@@ -204,7 +203,7 @@ def test_the_key_that_a_deployment_echoes_is_in_no_row_and_no_local_variable(bas
 
 
 @pytest.mark.parametrize("word", ["", "no status line, but "])
-def test_the_key_in_what_is_no_http_is_shown_nowhere(base_url, monkeypatch, word):
+def test_a_key_in_an_answer_that_is_not_http_is_shown_nowhere(base_url, monkeypatch, word):
     def echo(handler, *_):
         handler.wfile.write(f"{word}{handler.headers['Authorization']}\r\n".encode())
         handler.close_connection = True
@@ -271,11 +270,6 @@ def test_a_signal_in_the_middle_leaves_nothing_open(base_url, service, monkeypat
 
 
 # Complete
-
-
-def test_every_numbered_rule_of_the_order_has_a_test():
-    source = (ROOT / "tests/contract/test_order.py").read_text(encoding="utf-8")
-    assert {int(number) for number in re.findall(r"def test_(\d+)_", source)} == set(range(1, 8))
 
 
 def test_every_path_that_the_client_knows_is_a_row_that_is_tested():

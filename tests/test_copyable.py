@@ -1,4 +1,4 @@
-"""Copy one function out of a file, with the helpers of its module, and it works there alone."""
+"""A function that is copied out of a file, with the helpers of its module, works alone."""
 
 import ast
 import subprocess
@@ -44,7 +44,7 @@ CALLS = {
 
 
 def without_package_imports(source: str) -> str:
-    """The module as someone pastes it: its imports from this package left behind."""
+    """Return the module's source without its imports from this package."""
     tree = ast.parse(source)
     tree.body = [
         node
@@ -55,7 +55,7 @@ def without_package_imports(source: str) -> str:
 
 
 def keep_what_is_reachable(source: str, name: str) -> str:
-    """The function, and of its module only what it needs, directly or not."""
+    """Return the source of the function and of everything in its module that it needs, directly or not."""
     tree = ast.parse(source)
     defined: dict[str, ast.stmt] = {}
     for node in tree.body:

@@ -17,7 +17,7 @@ from whitney_loop import (
 
 
 class Scalar:
-    """What numpy's and torch's scalars look like from outside: no float, no int."""
+    """Like a scalar of numpy or torch: neither a float nor an int."""
 
     def __init__(self, value):
         self.value = value
@@ -201,7 +201,7 @@ def test_scalars_and_arrays_of_other_libraries_come_out_as_plain_numbers():
     json.dumps(plain, allow_nan=False)
 
 
-def test_what_is_given_is_not_changed():
+def test_arguments_are_not_changed():
     prompt, completion, logprobs = [1, 2], [3], [-1.0]
     rl_datum(prompt, completion, logprobs, 1.0)["input"]["token_ids"].append(9)
     assert (prompt, completion, logprobs) == ([1, 2], [3], [-1.0])
@@ -222,7 +222,7 @@ def test_a_trajectory_of_one_span_is_an_rl_datum():
             )
 
 
-def test_in_a_trajectory_only_what_was_sampled_carries_weight_logprob_and_advantage():
+def test_only_sampled_tokens_of_a_trajectory_carry_weight_logprob_and_advantage():
     spans = [([1, 2], None), ([3, 4], [-0.3, -0.4]), ([5], None), ([6], [-0.6]), ([7, 8], None)]
     datum = trajectory_datum(spans, [1.0, 2.0, 3.0], clip_high=1.2)
     assert datum["input"]["token_ids"] == [1, 2, 3, 4, 5, 6, 7]
@@ -233,7 +233,7 @@ def test_in_a_trajectory_only_what_was_sampled_carries_weight_logprob_and_advant
     assert values(datum, "clip_high_threshold") == [0, 1.2, 1.2, 0, 1.2, 0, 0]
 
 
-def test_a_trajectory_that_is_none_is_refused_with_the_span():
+def test_an_invalid_trajectory_is_refused_with_the_span():
     for spans in ([], [([], None)], [([1, 2], [-1.0, -1.0])]):
         with pytest.raises(ValueError, match="must be an observation"):
             trajectory_datum(spans, 1.0)

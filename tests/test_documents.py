@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import whitney_loop
+from loop_runs import ROOT, entries_of
 from whitney_loop.__main__ import COMMANDS
 
-ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "examples/README.md", "whitney_loop/README.md", "whitney_loop/local/README.md", "tests/README.md"]
 PAGES += ["whitney_loop/CONTRACT.md"]
 DOCUMENTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
@@ -32,8 +31,7 @@ LOOP = re.compile(r"^ +(?:python examples/(\w+)\.py|whitney-loop (train)) ?(.*)$
 
 
 def environment():
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WHITNEY_")}
-    return kept | {"PYTHONPATH": str(ROOT)}
+    return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def run(command, folder):
@@ -50,7 +48,7 @@ def python(text, folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """An empty folder of a reader's, with examples/ in it, and the modules of the README."""
+    """A reader's folder with examples/ and the modules of the README in it."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     make_prompts, mymod, *_ = re.findall(r"(?ms)^```python\n(.*?)^```", README)
     (tmp_path / "make_prompts.py").write_text(make_prompts)
@@ -76,12 +74,12 @@ LOOPS = [
 
 @pytest.mark.parametrize("match", LOOPS)
 def test_every_command_of_a_loop_passes_its_dry_run(match, folder):
-    """Without what only its reader can have: another engine, a service, a saved state."""
+    """Without the options that need something of the reader's: another engine, a service, a saved state."""
     script, _, arguments = match.groups()
     if "--engine " in arguments:
         pytest.skip("it needs PyTorch; tests/engines runs its task")
     if script == "minimal_loop":
-        pytest.skip("tests/test_minimal_loop.py runs it whole")
+        pytest.skip("tests/examples/test_minimal_loop.py runs it whole")
     arguments = re.sub(r"--resume-from last|--base-url \S+|--recover", "", arguments)
     if "sample.json" in arguments.split():
         shutil.copy(ROOT / "examples" / "sample.json", folder)
@@ -131,7 +129,7 @@ def test_the_section_on_many_prompts_works_from_training_to_comparing(folder):
     assert json.loads(summary)["next_cycle"] == 5
     for text in (plot, resume, other, compare):
         python(text, folder)
-    lines = [json.loads(line) for line in (folder / "grpo.jsonl").read_text().splitlines()]
+    lines = entries_of(folder / "grpo.jsonl")
     cycles = [line for line in lines if "cycle" in line]
     assert [line["cycle"] for line in cycles] == list(range(15))
     assert cycles[-1]["reward/mean"] > cycles[0]["reward/mean"]
@@ -141,7 +139,7 @@ def test_the_section_on_many_prompts_works_from_training_to_comparing(folder):
 
 def test_every_metric_of_a_cycle_and_every_option_is_explained(folder):
     python("examples/rl_loop.py --build-loss grpo_build_loss:build_loss --lora-rank 1 --metrics m.jsonl", folder)
-    config, cycle = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()[:2]]
+    config, cycle, *_ = entries_of(folder / "m.jsonl")
     metrics = {key for key in cycle if key not in ("cycle", "version") and not key.startswith("provider/")}
     assert {
         key for key in metrics if f"`{key}`" not in EXAMPLES and f"`…/{key.partition('/')[2]}`" not in EXAMPLES
@@ -216,11 +214,11 @@ def test_every_link_leads_somewhere(page):
             assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, anchor
 
 
-def test_the_numbers_of_the_order_tests_are_those_of_the_contract():
+def test_every_numbered_rule_of_the_order_has_a_test():
     [section] = re.findall(r"(?ms)^## 3\. .*?(?=^## )", DOCUMENTS["whitney_loop/CONTRACT.md"])
     rules = set(re.findall(r"(?m)^(\d)\. ", section))
     tests = (ROOT / "tests" / "contract" / "test_order.py").read_text(encoding="utf-8")
-    assert set(re.findall(r"def test_(\d)_", tests)) <= rules
+    assert set(re.findall(r"def test_(\d)_", tests)) == rules
 
 
 def test_the_readme_is_short():

@@ -17,7 +17,6 @@ from whitney_loop import (
     result_sampler_id,
     transport,
 )
-from whitney_loop.local import serve
 
 WAIT_S = 20.0  # a test that goes wrong ends; one that goes right never waits for it
 LOGPROBS = [{"input": {"token_ids": [97] * length}} for length in (1, 2, 3, 4)]
@@ -27,19 +26,13 @@ def failed(answer):
     return answer | {"status": "failed", "result": None, "error": {"code": "oops", "message": "it was told to"}}
 
 
-@pytest.fixture
-def service(tmp_path):
-    with serve(tmp_path) as running:
-        yield running
-
-
 def a_sampler(client):
     run_id = client.create_lora_run(client.create_session("modal"), model="byte-lm", rank=1, seed=1)
     return run_id, result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
 
 
 def seq_id_in(path):
-    """Of the operation that a poll is about: 1 is the save, 2 the first of those that are submitted at once."""
+    """Return the seq_id in a poll's path: 1 is the save, 2 the first of the operations that are submitted together."""
     return int(path.partition("?")[0].rpartition("-")[2])
 
 
@@ -78,7 +71,7 @@ def test_a_result_is_fetched_while_later_operations_are_not_yet_submitted(servic
             if path.partition("?")[0].endswith("-2"):
                 first_is_polled.set()
 
-        def after(self, path, body, answer):  # a client that is told the result at once does not poll
+        def after(self, path, body, answer):  # a client that gets the result at once does not poll
             return answer | {"status": "queued", "result": None} if body and answer.get("kind") else answer
 
     def payloads():
@@ -125,7 +118,7 @@ def test_a_payload_that_is_refused_is_named_and_what_was_accepted_before_still_r
 
 
 def test_a_cycle_of_forty_prompts_takes_at_most_nine_connections(service):
-    with FaultProxy(service.base_url, rate=0) as proxy, WhitneyClient(proxy.base_url, service.api_key) as client:
+    with FaultProxy(service, rate=0) as proxy, WhitneyClient(proxy.base_url, service.api_key) as client:
         run_id, sampler_id = a_sampler(client)
         assert lengths(client.sampler_operations(run_id, sampler_id, "logprobs", LOGPROBS * 10)) == [1, 2, 3, 4] * 10
         assert proxy.connections <= 9
@@ -188,7 +181,7 @@ def test_trouble_that_all_threads_meet_is_logged_once(service, caplog, monkeypat
         troubled.add(path)
         return is_poll
 
-    with Troubles(service) as polled, FaultProxy(polled.base_url, rate=1, kinds=["503"], only=first_poll) as proxy:
+    with Troubles(service) as polled, FaultProxy(polled, rate=1, kinds=["503"], only=first_poll) as proxy:
         with WhitneyClient(proxy.base_url, service.api_key) as client:
             run_id, sampler_id = a_sampler(client)
             client.sampler_operations(run_id, sampler_id, "logprobs", LOGPROBS)

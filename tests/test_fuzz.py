@@ -1,7 +1,7 @@
-"""Mutations of what a user gives and of what a service answers: success, or an error that names the place.
+"""Mutated arguments and mutated answers of a service: each gives a result, or an error that names the place.
 
-Seeded; the number in a failure's message gives the same mutation again. FUZZ_TIMES=4 in the environment makes ten
-thousand of them.
+The mutations are drawn from a seed, so a failure can be repeated; its message has the number of the mutation.
+FUZZ_TIMES=4 in the environment makes ten thousand of them.
 """
 
 import copy
@@ -78,7 +78,7 @@ IN_PROCESS_JUNK = [
 
 
 def places(value, path=()):
-    """Every place in a JSON value, as paths."""
+    """Yield the path of every place in a JSON value."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -86,7 +86,7 @@ def places(value, path=()):
 
 
 def mutated(value, chance, junk):
-    """The value with one to three things replaced, dropped, doubled or added, and the paths of these things."""
+    """Return the value with one to three places replaced, dropped, doubled or added, and the paths of these places."""
     changed = []
     holder = {"it": copy.deepcopy(value)}
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
@@ -108,24 +108,24 @@ def mutated(value, chance, junk):
 
 
 def named(path):
-    """A path as messages write it, as far as its last name: what is in a list may be told of the whole list."""
+    """Return a path as messages write it, up to its last name: a message about an entry may name the whole list."""
     while path and not isinstance(path[-1], str):
         path = path[:-1]
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)[1:]
 
 
 def says_where(error, changed):
-    """Whether the message begins with one of the things that were changed, or with what is in it."""
+    """Return whether the message begins with one of the changed places, or with a place inside it."""
     message = str(error).removeprefix("payload.").removeprefix("request.")
     places = [named(path) for path in changed]
-    if len(changed) > 1:  # the second change may have been made where the first has shifted a list
+    if len(changed) > 1:  # the first change may have shifted the list in which the second was made
         message, places = (re.sub(r"\[\d+\]", "[]", text) for text in (message, "\n".join(places)))
         places = places.split("\n")
     return len(message) < 1000 and any(message.startswith(place) or in_relation(message, place) for place in places)
 
 
 def in_relation(message, place):
-    """What was changed is right in itself, and wrong only beside what the message begins with."""
+    """Match a message that begins with another place, which contradicts the changed one."""
     if place.endswith("input.token_ids"):
         return re.match(
             r"data\[\d*\]\.loss_inputs\.\w+\.values has \d+ entries, but input\.token_ids has \d+;", message
@@ -157,7 +157,7 @@ def test_every_payload_passes_or_is_refused_with_the_field():
             refused += 1
             assert says_where(error, changed), (number, changed, str(error))
         else:
-            json.dumps(payload, allow_nan=False)  # what passes can be sent
+            json.dumps(payload, allow_nan=False)  # a payload that passes can be sent
     assert PAYLOAD_MUTATIONS / 2 < refused < PAYLOAD_MUTATIONS
 
 
@@ -185,7 +185,7 @@ def test_every_request_passes_or_is_refused_with_the_field():
 
 PROMPT, SAMPLED, LOGPROBS = {"prompt_tokens": [1, 2]}, {"sampled_tokens": [3, 4]}, {"sampled_logprobs": [-1.0, -2.0]}
 REFERENCE, REWARDS = {"reference_logprobs": [-1.0, -3.0]}, {"rewards": [1.0, 2.0, 3.0]}
-HELPERS = [  # with their arguments, by the names that messages have for them
+HELPERS = [  # with arguments, under the names that messages use for them
     (rl_datum, PROMPT | SAMPLED | LOGPROBS | {"advantage": 0.5}),
     (rl_datum, PROMPT | SAMPLED | LOGPROBS | {"advantage": [0.5, 0.5]}),
     (sft_datum, PROMPT | {"completion_tokens": [3, 4]}),
@@ -217,7 +217,7 @@ TOO_LARGE = "the numbers given are so large that result "  # of sums and product
 
 
 def names_the_argument(error, given, changed):
-    """The message begins with an argument, and has the one that was changed, or compares lengths."""
+    """Return whether the message begins with an argument, and names the changed one or compares lengths."""
     message = str(error)
     if not message.startswith((*given, TOO_LARGE)) or len(message) >= 1000:
         return False
@@ -276,7 +276,7 @@ def test_the_service_does_each_mutated_operation_whole_or_not_at_all(tmp_path):
 
 
 def do(client, run_id, sampler_id, kind, payload, number):
-    """How an operation ended: ``succeeded``, ``failed`` or ``refused``; only what is refused takes no seq_id."""
+    """Do an operation; return ``succeeded``, ``failed`` or ``refused``. Only a refused one takes no seq_id."""
     before = client.run(run_id)["next_seq_id"]
     how = "succeeded"
     try:
@@ -295,7 +295,7 @@ def do(client, run_id, sampler_id, kind, payload, number):
 
 
 def end_of(client, run_id, storage):
-    """What a run holds: its gradient, as a step of nothing shows it, and its weights, moments and step."""
+    """Return the state of a run: its gradient, shown by a step at learning rate 0, its weights, moments and step."""
     try:
         step = client.run_operation(run_id, "optim_step", {"optimizer": adamw_optimizer(0.0, grad_clip_norm=1.0)})
     except OperationFailed as error:
@@ -306,7 +306,7 @@ def end_of(client, run_id, storage):
 
 
 def keep_small(request):
-    """A request that is legal and enormous is no fault, but takes its time."""
+    """Limit the sizes in a request: a huge one is legal, but takes long."""
     if not isinstance(request, dict):
         return
     params = request.get("sampling_params")
@@ -315,11 +315,11 @@ def keep_small(request):
             holder[name] = min(holder[name], 8)
 
 
-# What a service may answer
+# Mutated answers of a service
 
 
 class Mutating(BaseHTTPRequestHandler):
-    """Answers as a service would, one answer in three mutated."""
+    """Answers as a service would, but mutates one answer in three."""
 
     protocol_version = "HTTP/1.0"
     chance = random.Random(5)
@@ -327,7 +327,7 @@ class Mutating(BaseHTTPRequestHandler):
     operation = ("", 0)  # kind and seq_id of the newest
     whole_answers = 0.0  # that the client still gets; every later one is cut off
     changed: ClassVar[list] = []  # since the client began: (path, answer)
-    wrong: ClassVar[list] = []  # of these answers those that no client may take
+    wrong: ClassVar[list] = []  # those of these answers that no client may accept
 
     def do_GET(self):
         length = int(self.headers.get("Content-Length", 0))
@@ -394,14 +394,14 @@ def use(client):
 
 
 REFUSALS = [404, 409, 422]
-CLIENTS_PER_BREAK = 10  # one in so many loses the service, after 0 to 9 answers
+CLIENTS_PER_BREAK = 10  # for one client in so many, the service breaks off after 0 to 9 answers
 NO_ANSWER = r"no usable answer from http\S+ within the time limit; last: (answered \d+ with a body|TimeoutError:) "
 NO_OBJECT = r"(the service |)answered \d+ with a body that is not a JSON object"
 CAPABILITIES = (
     r"capabilities: (providers|modal\.operations) is not |\S+ does not offer (provider 'modal'|sample for modal);"
 )
 ANSWER_FIELDS = ("session_id", "run_id", "operation_id", "next_seq_id", "status", "providers")  # that must be there
-# What is wrong beside something else, or said in another way than "NAME is …"
+# Messages that do not have the form "NAME is …"
 OTHER_WORDS = {
     "status": r"(run run-1|session ses-1|\w+ \(seq_id \d+\)) is .* after .* s, not ",
     "tokens": r"sample: result\.sequences\[\d\]\.logprobs is .*, one per token, not|sampled_tokens\[\d+\] is",
@@ -421,7 +421,7 @@ def is_json(answer):
 
 
 def is_wrong(answer, kind, seq_id):
-    """Whether it is another operation's answer, has no result, or one whose logprobs are not one per token."""
+    """Return whether it answers another operation, has no result, or has not one logprob per token."""
     if not isinstance(answer, dict):
         return True
     if answer.get("kind", kind) != kind or type(answer.get("seq_id", seq_id)) is not int:
@@ -440,7 +440,7 @@ def is_wrong(answer, kind, seq_id):
 
 
 def tells(error, changed):
-    """Whether the message, without its facts, says which field of the answers is wrong, and how."""
+    """Return whether the message says which field of the answers is wrong, and how."""
     message = error.message if isinstance(error, WhitneyError) else str(error)
     if isinstance(error, RequestRejected):
         return error.status in REFUSALS and message.startswith("the service refused: ")
@@ -461,7 +461,7 @@ def tells(error, changed):
 
 
 @pytest.mark.long
-def test_whatever_a_service_answers_gives_a_result_or_a_whitney_error_that_names_the_field(mutating, monkeypatch):
+def test_every_answer_of_a_service_gives_a_result_or_an_error_that_names_the_field(mutating, monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
     number = raised = unavailable = 0
     while Mutating.mutations < RESPONSE_MUTATIONS:

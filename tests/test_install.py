@@ -1,4 +1,4 @@
-"""What an installed package holds, and that its commands run from any folder."""
+"""The files of an installed package, and its commands, which run from any folder."""
 
 import json
 import os
@@ -21,7 +21,7 @@ UNTRACKED = [
 
 
 def run(command, folder):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WHITNEY_", "PYTHON"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [str(word) for word in command],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
@@ -32,7 +32,7 @@ def run(command, folder):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A clone of the project in which files lie that git does not track."""
+    """A clone of the project that also holds files that git does not track."""
     for module in ("hatchling", "pip"):
         pytest.importorskip(module, reason=f"{module} is not installed, so no wheel can be built and installed here")
     if shutil.which("git") is None:
@@ -53,7 +53,7 @@ def project(tmp_path_factory):
 
 
 def built(project, target, folder):
-    """The path of a distribution: ``wheel``, ``wheel:editable`` or ``sdist``."""
+    """Build a distribution, ``wheel``, ``wheel:editable`` or ``sdist``, and return its path."""
     run([sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder], project)
     [path] = folder.iterdir()
     return path
@@ -99,7 +99,7 @@ def test_the_sdist_holds_all_that_git_tracks_and_gives_the_same_wheel(project, w
 
 @pytest.fixture(scope="module", params=["wheel", "wheel:editable"])
 def environment(request, project, tmp_path_factory):
-    """The folder of commands of an environment in which the package alone is installed."""
+    """The folder of commands of an environment in which only the package is installed."""
     folder = tmp_path_factory.mktemp("environment")
     path = built(project, request.param, folder / "wheel")
     run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], folder)

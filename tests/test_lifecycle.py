@@ -14,13 +14,14 @@ import time
 import pytest
 
 from loop_in_process import left_open
-from scripted_server import ScriptedServer, drop, operation, refusal, reply, run, stall
+from scripted_server import ScriptedServer, drop, interrupt, operation, refusal, reply, run, stall
 from whitney_loop import (
     OperationFailed,
     OperationTimeout,
     RequestRejected,
     ServiceUnavailable,
     WhitneyClient,
+    adamw_optimizer,
     lifecycle,
     lora_run,
     training_session,
@@ -35,7 +36,7 @@ def client(service):
 
 
 def statuses(client, session_id):
-    """(status of the session, statuses of its runs)"""
+    """Return the status of the session and those of its runs."""
     session = client.session(session_id)
     return session["status"], [run["status"] for run in session["runs"]]
 
@@ -58,18 +59,12 @@ def test_a_block_that_raises_cancels_every_run_and_closes_the_session(client, er
     assert statuses(client, session_id) == ("closed", ["cancelled", "cancelled"])
 
 
-def test_an_inner_run_that_fails_leaves_the_outer_one_its_own_end(client):
+def test_an_inner_run_that_fails_does_not_cancel_the_outer_one(client):
     with training_session(client, provider="modal") as session_id:
         with lora_run(client, session_id, model="byte-lm", rank=2):
             with pytest.raises(OperationFailed), lora_run(client, session_id, model="byte-lm", rank=2) as inner:
-                client.run_operation(inner, "optim_step", optimizer())
+                client.run_operation(inner, "optim_step", {"optimizer": adamw_optimizer(1e-3)})
     assert statuses(client, session_id) == ("closed", ["finished", "cancelled"])
-
-
-def optimizer():
-    from whitney_loop import adamw_optimizer
-
-    return {"optimizer": adamw_optimizer(1e-3)}
 
 
 def test_a_run_that_cannot_be_created_leaves_no_session_open(client):
@@ -80,11 +75,17 @@ def test_a_run_that_cannot_be_created_leaves_no_session_open(client):
 
 
 @pytest.mark.parametrize(("end", "status"), [("finish", "finished"), ("cancel", "cancelled")])
-def test_a_run_that_the_block_itself_ended_is_left_so(client, end, status):
+def test_a_run_that_the_block_itself_ended_keeps_its_status(client, end, status):
     with training_session(client, provider="modal") as session_id:
         with lora_run(client, session_id, model="byte-lm", rank=2) as run_id:
             getattr(client, end)(run_id)
     assert statuses(client, session_id) == ("closed", [status])
+
+
+def error_in(caplog):
+    """Return the only message that was logged as an error."""
+    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    return error
 
 
 def test_a_clean_up_that_fails_is_logged_with_the_command_and_hides_nothing(caplog):
@@ -93,11 +94,11 @@ def test_a_clean_up_that_fails_is_logged_with_the_command_and_hides_nothing(capl
         with training_session(WhitneyClient(server.base_url), provider="modal"):
             _ = 1 / 0
     command = f"python -m whitney_loop close ses-1 --base-url {server.base_url}"
-    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    error = error_in(caplog)
     assert "may still be open: session ses-1" in error and command in error and "no_close" in error
 
 
-def test_a_finish_that_fails_is_the_error_and_the_run_is_cancelled():
+def test_a_finish_that_fails_is_raised_and_the_run_is_cancelled():
     script = [
         reply({"session_id": "ses-1"}), reply({"run_id": "run-1"}), refusal(409, "run_not_active"), run("failed"),
         run("failed"), run("failed"), reply({"session_id": "ses-1", "status": "closed"}),
@@ -106,9 +107,7 @@ def test_a_finish_that_fails_is_the_error_and_the_run_is_cancelled():
         client = WhitneyClient(server.base_url)
         with training_session(client, provider="modal") as session_id, lora_run(client, session_id, model="m"):
             pass
-    assert [request.path.rpartition("/")[2] for request in server.requests] == [
-        "sessions", "runs", "finish", "run-1", "cancel", "run-1", "close",
-    ]  # fmt: skip
+    assert server.asked == ["sessions", "runs", "finish", "run-1", "cancel", "run-1", "close"]
 
 
 def test_a_session_whose_creation_got_no_answer_is_found_by_its_key_and_closed():
@@ -134,18 +133,12 @@ def test_a_run_whose_creation_got_no_answer_is_found_by_its_key_and_cancelled():
     assert cancel.path == "/v1/training/runs/run-1/cancel" and poll.path == "/v1/training/runs/run-1"
 
 
-def test_a_run_that_is_interrupted_while_it_is_allocated_is_found_by_its_key_and_cancelled_without_waiting():
-    def interrupt(connection):
-        os.kill(os.getpid(), signal.SIGINT)
-        stall(connection)
-
+def test_a_run_that_is_interrupted_during_allocation_is_found_by_its_key_and_cancelled():
     script = [run("allocating"), interrupt, run("allocating"), run("cancelling"), run("cancelled")]
     with ScriptedServer(*script) as server, pytest.raises(KeyboardInterrupt):
         with lora_run(WhitneyClient(server.base_url), "ses-1", model="m"):
             pytest.fail("it is not allocated")
-    assert [request.path.rpartition("/")[2] for request in server.requests] == [
-        "runs", "run-1", "runs", "cancel", "run-1",
-    ]  # fmt: skip
+    assert server.asked == ["runs", "run-1", "runs", "cancel", "run-1"]
 
 
 def test_a_run_that_gives_no_answer_while_it_is_allocated_is_cancelled(gives_up_at_once):
@@ -165,7 +158,7 @@ def test_a_second_interrupt_that_comes_before_the_clean_up_shortens_it_too(monke
                 raise KeyboardInterrupt
             finally:
                 raise KeyboardInterrupt
-    assert [request.path.rpartition("/")[2] for request in server.requests] == ["sessions", "close"]  # asked once
+    assert server.asked == ["sessions", "close"]  # asked once
 
 
 def test_a_run_that_the_block_cancelled_may_still_be_ending():
@@ -189,9 +182,7 @@ def test_a_run_that_cannot_be_cancelled_does_not_keep_the_session_open():
     ]  # fmt: skip
     with ScriptedServer(*script) as server:
         assert close_everything(WhitneyClient(server.base_url), "ses-1") == ["run-1", "run-2"]
-    assert [request.path.rpartition("/")[2] for request in server.requests] == [
-        "ses-1", "cancel", "cancel", "close", "run-1", "run-2",
-    ]  # fmt: skip
+    assert server.asked == ["ses-1", "cancel", "cancel", "close", "run-1", "run-2"]
 
 
 @pytest.mark.parametrize("status", [404, 410])
@@ -222,7 +213,7 @@ def test_a_session_that_does_not_become_closed_is_said_to_be_open_with_the_comma
             with training_session(client, provider="modal"):
                 pass
     command = f"python -m whitney_loop close ses-1 --base-url {server.base_url}"
-    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    error = error_in(caplog)
     assert "may still be open: session ses-1" in error and command in error and "not closed" in error
     assert caught.value.outcome == "unknown" and client.closed_sessions == set()
 
@@ -236,17 +227,13 @@ def test_the_close_command_fails_if_the_session_does_not_become_closed(hours, ca
 
 
 def test_an_interrupt_during_clean_up_stops_the_waiting_and_tries_the_close_once(caplog):
-    def interrupt(connection):
-        os.kill(os.getpid(), signal.SIGINT)
-        stall(connection)
-
     script = [reply({"session_id": "ses-1"}), reply({"run_id": "run-1"}), interrupt, reply({"status": "closed"})]
     with ScriptedServer(*script) as server, pytest.raises(ZeroDivisionError):
         client = WhitneyClient(server.base_url)
         with training_session(client, provider="modal") as session_id, lora_run(client, session_id, model="m"):
             _ = 1 / 0
-    assert [request.path.rpartition("/")[2] for request in server.requests] == ["sessions", "runs", "cancel", "close"]
-    [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert server.asked == ["sessions", "runs", "cancel", "close"]
+    error = error_in(caplog)
     assert "may still be open: run run-1" in error and "KeyboardInterrupt" in error
 
 
@@ -290,9 +277,7 @@ def test_an_end_before_or_after_any_exchange_leaves_nothing_open(client, interru
         assert left_open(all_sessions()) == [], n
 
 
-def test_of_two_ends_at_any_two_exchanges_the_first_is_seen_and_nothing_is_left_open(
-    client, interrupt_at, all_sessions
-):
+def test_the_first_of_two_ends_at_any_exchanges_is_seen_and_nothing_is_left_open(client, interrupt_at, all_sessions):
     for first in range(1, count_points(client, interrupt_at) + 1):
         for second in range(first + 1, first + 8, 2):
             interrupt_at({first: raise_unforeseen, second: send_interrupt})
@@ -322,7 +307,7 @@ def test_a_signal_at_a_random_moment_leaves_nothing_open(client, all_sessions, s
         except KeyboardInterrupt:
             interrupted += 1
         sender.join()
-        gc.collect()  # a manager that was interrupted while it was entered cleans up when it is freed
+        gc.collect()  # a context manager that was interrupted while entering cleans up when it is freed
         assert left_open(all_sessions()) == [], number
     assert interrupted == signals
 
@@ -361,20 +346,20 @@ def logging_that_fails(request, monkeypatch):
         logger.error("it does raise")
 
 
-def test_what_logging_raises_neither_stops_a_clean_up_nor_hides_the_error(logging_that_fails, client, all_sessions):
+def test_failing_logging_neither_stops_a_clean_up_nor_hides_the_error(logging_that_fails, client, all_sessions):
     with pytest.raises(ZeroDivisionError):
         use(client, ZeroDivisionError())
     assert len(all_sessions()) == 1 and left_open(all_sessions()) == []
 
 
-def test_what_logging_raises_does_not_hide_the_error_if_the_clean_up_fails(logging_that_fails):
+def test_failing_logging_does_not_hide_the_error_if_the_clean_up_fails(logging_that_fails):
     script = [reply({"session_id": "ses-1"}), refusal(400, "no_close")]
     with ScriptedServer(*script) as server, pytest.raises(ZeroDivisionError):
         with training_session(WhitneyClient(server.base_url), provider="modal"):
             _ = 1 / 0
 
 
-def test_what_logging_raises_ends_no_retry(logging_that_fails, pauses):
+def test_failing_logging_does_not_stop_a_retry(logging_that_fails, pauses):
     with ScriptedServer(run(), drop, operation()) as server:
         assert WhitneyClient(server.base_url).run_operation("run-1", "optim_step", {}) == {"answer": 42}
     assert len(pauses) == 1

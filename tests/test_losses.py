@@ -64,6 +64,6 @@ def test_the_keys_of_a_loss_pass(provider, loss, config):
         ("tinker", "gspo", {}, "not advertised"),
     ],
 )
-def test_what_a_provider_would_refuse_is_refused_with_the_key(provider, loss, config, message):
+def test_a_config_that_the_provider_would_refuse_is_refused_with_the_key(provider, loss, config, message):
     with pytest.raises(ValueError, match=message):
         require_loss_config(provider, loss, config)

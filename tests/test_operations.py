@@ -1,8 +1,7 @@
-"""Operations: their order, what is known if an answer is lost, and the wait for their end."""
+"""Operations: their order, their outcome if an answer is lost, and the wait for their end."""
 
 import gc
 import os
-import signal
 import threading
 import time
 import weakref
@@ -11,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scripted_client import client_of, step
-from scripted_server import ScriptedServer, drop, operation, refusal, reply, run, stall
+from scripted_server import ScriptedServer, drop, interrupt, operation, refusal, reply, run, stall
 from whitney_loop import (
     OperationFailed,
     OperationTimeout,
@@ -25,12 +24,11 @@ from whitney_loop import (
     result_sampler_id,
     training_session,
 )
-from whitney_loop.local import serve
 
-# What is known when it ends
+# The outcome
 
 
-def test_where_the_answer_never_comes_the_outcome_is_unknown_and_the_run_is_broken():
+def test_an_operation_without_an_answer_has_an_unknown_outcome_and_breaks_the_run():
     with ScriptedServer(run(), stall, reply({"run_id": "run-1", "status": "cancelled"})) as server:
         client = client_of(server, submit_timeout_s=0.3, exchange_timeout_s=0.3)
         with pytest.raises(ServiceUnavailable) as caught:
@@ -43,7 +41,7 @@ def test_where_the_answer_never_comes_the_outcome_is_unknown_and_the_run_is_brok
     assert len(server.requests) == 3
 
 
-def test_where_no_connection_was_made_nothing_was_sent_and_the_run_goes_on(pauses):
+def test_an_operation_without_a_connection_was_not_sent_and_the_run_goes_on(pauses):
     with ScriptedServer(run(), operation()) as server:
         client = client_of(server, submit_timeout_s=0.5)
         step(client)
@@ -103,7 +101,7 @@ def test_a_conflict_that_is_not_about_the_order_does_not_break_the_run():
         assert step(client) == {"answer": 42}
 
 
-def test_a_key_that_is_refused_after_a_lost_reply_does_not_settle_the_outcome(pauses):
+def test_a_401_after_a_lost_reply_leaves_the_outcome_unknown(pauses):
     with ScriptedServer(run(), drop, refusal(401, "unauthorized")) as server:
         client = client_of(server)
         with pytest.raises(RequestRejected) as caught:
@@ -113,7 +111,7 @@ def test_a_key_that_is_refused_after_a_lost_reply_does_not_settle_the_outcome(pa
             step(client)
 
 
-def test_a_resend_that_is_refused_although_the_run_has_taken_the_operation_does_not_lose_the_order(pauses):
+def test_a_refused_resend_of_an_operation_that_the_run_has_taken_can_be_settled(pauses):
     script = [run(), drop, refusal(409, "already_saved"), run(next_seq_id=2), run(next_seq_id=2), operation(seq_id=2)]
     with ScriptedServer(*script) as server:
         client = client_of(server)
@@ -126,7 +124,7 @@ def test_a_resend_that_is_refused_although_the_run_has_taken_the_operation_does_
         assert client.accepted == {"optim_step": 1} and step(client) == {"answer": 42}
 
 
-def test_a_resend_that_is_refused_and_was_not_taken_before_is_rejected_and_the_run_goes_on(pauses):
+def test_a_refused_resend_of_an_operation_that_the_run_has_not_taken_is_rejected(pauses):
     with ScriptedServer(run(), drop, refusal(422, "odd_payload"), run(), operation()) as server:
         client = client_of(server)
         with pytest.raises(RequestRejected) as caught:
@@ -134,7 +132,7 @@ def test_a_resend_that_is_refused_and_was_not_taken_before_is_rejected_and_the_r
         assert caught.value.outcome == "rejected" and step(client) == {"answer": 42}
 
 
-def test_a_lost_operation_that_arrives_after_the_run_was_asked_is_found_by_asking_again():
+def test_a_lost_operation_that_arrives_late_is_found_by_settling_again():
     script = [run(), stall, run(), refusal(409, "seq_conflict"), run(next_seq_id=2), operation(seq_id=2)]
     with ScriptedServer(*script) as server:
         client = client_of(server, submit_timeout_s=0.3, exchange_timeout_s=0.3)
@@ -165,10 +163,6 @@ def test_a_second_client_on_a_run_is_told_that_a_run_has_one(caplog):
 
 
 def test_an_interrupt_while_sending_leaves_the_outcome_unknown():
-    def interrupt(connection):
-        os.kill(os.getpid(), signal.SIGINT)
-        stall(connection)
-
     with ScriptedServer(run(), interrupt) as server:
         client = client_of(server)
         with pytest.raises(KeyboardInterrupt):
@@ -225,7 +219,7 @@ def test_a_failed_operation_that_another_one_has_followed_is_not_repeated(monkey
 
 
 def test_sampler_operations_that_fail_are_repeated_among_the_others(pauses):
-    """The repetition may come before or after the second submission: results are fetched meanwhile."""
+    """The repetition may come before or after the second submission, since results are fetched in parallel."""
     script = [busy(1, "sample"), *[operation(seq_id=seq_id, kind="sample") for seq_id in (2, 3)]]
     with ScriptedServer(run(), *script) as server:
         payloads = [{"n": 1}, {"n": 2}]
@@ -234,7 +228,7 @@ def test_sampler_operations_that_fail_are_repeated_among_the_others(pauses):
     assert sorted(request.json["payload"]["n"] for request in server.requests[1:]) == [1, 1, 2]
 
 
-def test_submitted_operations_and_the_plural_of_a_run_s_are_never_repeated(pauses):
+def test_submitted_operations_and_run_operations_are_never_repeated(pauses):
     with ScriptedServer(run(), busy(1), busy(2), busy(3, "sample")) as server:
         client = client_of(server)
         with pytest.raises(OperationFailed):
@@ -268,7 +262,7 @@ def test_a_poll_that_ends_with_408_is_no_trouble_however_often(pauses, caplog):
     assert pauses == [0.02 * 2**k for k in range(6)] and caplog.records == []
 
 
-def test_a_gateway_that_cuts_held_polls_off_is_asked_for_short_ones_in_between(pauses, caplog):
+def test_a_long_poll_that_a_gateway_cuts_off_is_followed_by_a_short_one(pauses, caplog):
     cut = refusal(504, "gateway_timeout")
     with ScriptedServer(run(), operation("queued"), cut, operation("running"), cut, operation()) as server:
         assert step(client_of(server)) == {"answer": 42}
@@ -276,7 +270,7 @@ def test_a_gateway_that_cuts_held_polls_off_is_asked_for_short_ones_in_between(p
     assert caplog.records == []
 
 
-def test_a_poll_that_was_not_held_and_has_no_answer_is_trouble(pauses):
+def test_a_short_poll_that_ends_with_504_is_retried_as_a_short_one(pauses):
     with ScriptedServer(run(), operation("queued"), *[refusal(504, "gateway_timeout")] * 2) as server:
         with pytest.raises(RequestRejected, match="script_ended"):
             step(client_of(server))
@@ -290,7 +284,7 @@ def test_a_server_that_does_not_hold_the_poll_is_polled_with_a_growing_pause(pau
     assert pauses == [0.02 * 2**k for k in range(6)]
 
 
-def test_trouble_while_waiting_is_ridden_out(pauses):
+def test_a_poll_is_retried_after_lost_answers_and_errors(pauses):
     with ScriptedServer(run(), operation("running"), drop, refusal(503, "busy"), operation()) as server:
         assert step(client_of(server)) == {"answer": 42}
 
@@ -303,7 +297,7 @@ def test_operations_are_submitted_in_order_before_the_first_result_is_awaited():
         pending = [client.submit_operation("run-1", "optim_step", {}) for _ in range(2)]
         assert [handle.seq_id for handle in pending] == [1, 2]
         assert [handle.result() for handle in pending] == [{"n": 1}, {"n": 2}]
-        assert pending[0].result() == {"n": 1}  # kept: not asked for again
+        assert pending[0].result() == {"n": 1}  # kept, so not fetched again
     assert [request.method for request in server.requests] == ["GET", "POST", "POST", "GET", "GET"]
 
 
@@ -340,7 +334,7 @@ def test_a_stray_answer_to_a_poll_does_not_lose_an_accepted_operation(stray, pau
 
 
 @pytest.mark.parametrize("stray", STRAY.values(), ids=STRAY)
-def test_an_answer_that_stays_stray_is_believed(stray, pauses):
+def test_a_stray_answer_that_comes_three_times_is_believed(stray, pauses):
     with (
         ScriptedServer(run(), operation("queued"), stray, stray, stray) as server,
         pytest.raises(WhitneyError) as caught,
@@ -367,14 +361,14 @@ def test_an_operation_that_does_not_end_in_time_is_reported_with_an_unknown_outc
 
 @pytest.fixture
 def is_stopped(monkeypatch):
-    """``is_stopped(hours)``: the clock goes on by so much, as for a process or a container that was stopped."""
+    """``is_stopped(hours)``: advance the clock, as if the process or its container had been stopped."""
     monotonic, stopped = time.monotonic, []
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(stopped))
     return lambda hours: stopped.append(hours * 3600)
 
 
 @pytest.mark.parametrize("answer", [operation("running"), refusal(503, "busy"), refusal(408, "not_yet"), drop])
-def test_a_loop_that_was_stopped_past_the_deadline_asks_once_more(answer, is_stopped):
+def test_a_process_that_was_stopped_past_the_deadline_polls_once_more(answer, is_stopped):
     def stopped_meanwhile(connection):
         is_stopped(5)
         drop(connection) if answer is drop else connection.sendall(answer)
@@ -385,7 +379,7 @@ def test_a_loop_that_was_stopped_past_the_deadline_asks_once_more(answer, is_sto
 
 
 @pytest.mark.parametrize("wait", ["wait_until_terminal", "close_session"])
-def test_a_wait_for_a_run_or_a_session_asks_once_more_after_it_was_stopped(wait, is_stopped):
+def test_a_wait_for_a_run_or_a_session_polls_once_more_after_it_was_stopped(wait, is_stopped):
     def stopped_meanwhile(connection):
         is_stopped(5)
         connection.sendall(reply({"status": "ending"}))
@@ -396,7 +390,7 @@ def test_a_wait_for_a_run_or_a_session_asks_once_more_after_it_was_stopped(wait,
         assert getattr(client_of(server), wait)("id-1")["status"] == ended
 
 
-def test_after_the_deadline_it_asks_once_more_and_not_for_ever(is_stopped):
+def test_only_one_poll_follows_the_deadline(is_stopped):
     def stopped_meanwhile(connection):
         is_stopped(5)
         connection.sendall(operation("running"))
@@ -446,7 +440,7 @@ def test_a_poll_that_answers_for_another_operation_is_not_believed(field, other,
             step(client_of(server))
 
 
-def test_an_operation_that_does_not_name_its_run_is_taken_for_the_run_s_own():
+def test_an_answer_that_names_no_run_is_taken_as_that_of_the_run():
     answer = {"operation_id": "op-1", "status": "succeeded", "result": {"answer": 42}}
     with ScriptedServer(run(), reply(answer)) as server:
         assert step(client_of(server)) == {"answer": 42}
@@ -467,47 +461,47 @@ def test_a_failed_operation_carries_where_it_was_sent():
 # With the embedded service
 
 
-def test_threads_may_share_a_run_and_each_operation_takes_effect_once(tmp_path):
-    with serve(tmp_path) as service:
-        client = WhitneyClient(service.base_url, service.api_key)
-        session_id = client.create_session("modal")
-        run_id = client.create_lora_run(session_id, model="byte-lm", rank=2)
-        sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
-        results = []
-
-        def ask():
-            for _ in range(5):
-                payload = {"input": {"token_ids": [1, 2]}}
-                results.append(client.sampler_operation(run_id, sampler_id, "logprobs", payload))
-
-        threads = [threading.Thread(target=ask) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(results) == 20
-        assert client.run(run_id)["next_seq_id"] == 22
-        assert client.accepted == {"save_weights_for_sampler": 1, "logprobs": 20}
-        client.finish(run_id)
-        client.close_session(session_id)
-
-
-def test_two_threads_submit_more_than_a_service_keeps_the_results_of_and_none_is_lost(tmp_path):
-    payloads = [{"input": {"token_ids": [1] * (1 + n % 7)}} for n in range(200)]
-    lengths = [1 + n % 7 for n in range(200)]
-    with serve(tmp_path) as service:
-        client = WhitneyClient(service.base_url, service.api_key)
+@pytest.fixture
+def sampler(service):
+    """A client of the embedded service, a run, and a sampler of it."""
+    with WhitneyClient(service.base_url, service.api_key) as client:
         with training_session(client, provider="modal") as session_id:
             with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
-                sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
+                saved = client.run_operation(run_id, "save_weights_for_sampler", {})
+                yield client, run_id, result_sampler_id(saved)
 
-                def ask(_):
-                    return client.sampler_operations(run_id, sampler_id, "logprobs", payloads)
 
-                with ThreadPoolExecutor(2) as pool:
-                    for results in pool.map(ask, range(2)):
-                        assert [len(result["logprobs"]) for result in results] == lengths
-                assert client.run_operations(run_id, "save_weights_for_sampler", []) == []
+PAYLOADS = [{"input": {"token_ids": [1] * (1 + n % 7)}} for n in range(400)]
+LENGTHS = [1 + n % 7 for n in range(400)]
+
+
+def test_threads_may_share_a_run_and_each_operation_takes_effect_once(sampler):
+    client, run_id, sampler_id = sampler
+
+    def ask(payload):
+        return client.sampler_operation(run_id, sampler_id, "logprobs", payload)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(ask, PAYLOADS[:20]))
+    assert [len(result["logprobs"]) for result in results] == LENGTHS[:20]
+    assert client.run(run_id)["next_seq_id"] == 22
+    assert client.accepted == {"save_weights_for_sampler": 1, "logprobs": 20}
+
+
+def test_two_threads_lose_no_result_beyond_those_that_a_service_keeps(sampler):
+    client, run_id, sampler_id = sampler
+
+    def ask(_):
+        return client.sampler_operations(run_id, sampler_id, "logprobs", PAYLOADS[:200])
+
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(ask, range(2)):
+            assert [len(result["logprobs"]) for result in results] == LENGTHS[:200]
+
+
+def test_no_payloads_give_no_results(sampler):
+    client, run_id, _ = sampler
+    assert client.run_operations(run_id, "save_weights_for_sampler", []) == []
 
 
 def test_a_result_that_nobody_holds_is_not_kept_by_the_client():
@@ -521,16 +515,7 @@ def test_a_result_that_nobody_holds_is_not_kept_by_the_client():
         assert known() is None
 
 
-def test_any_number_may_be_submitted_before_the_first_result_is_awaited(tmp_path):
-    with serve(tmp_path) as service:
-        client = WhitneyClient(service.base_url, service.api_key)
-        with training_session(client, provider="modal") as session_id:
-            with lora_run(client, session_id, model="byte-lm", rank=1) as run_id:
-                sampler_id = result_sampler_id(client.run_operation(run_id, "save_weights_for_sampler", {}))
-                pending = [
-                    client.submit_sampler_operation(
-                        run_id, sampler_id, "logprobs", {"input": {"token_ids": [1] * (1 + n % 7)}}
-                    )
-                    for n in range(400)
-                ]
-                assert [len(handle.result()["logprobs"]) for handle in pending] == [1 + n % 7 for n in range(400)]
+def test_any_number_may_be_submitted_before_the_first_result_is_awaited(sampler):
+    client, run_id, sampler_id = sampler
+    pending = [client.submit_sampler_operation(run_id, sampler_id, "logprobs", payload) for payload in PAYLOADS]
+    assert [len(handle.result()["logprobs"]) for handle in pending] == LENGTHS

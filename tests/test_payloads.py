@@ -48,12 +48,12 @@ def test_a_forward_payload_assembles_and_does_not_judge():
         (critic_payload(), "modal"),
     ],
 )
-def test_what_the_builders_make_passes(payload, provider):
+def test_payloads_of_the_builders_pass(payload, provider):
     assert check_payload(payload, provider) is None
 
 
 def set_at(payload, path, value):
-    """A copy of the payload with one place changed."""
+    """Return a copy of the payload with one place changed."""
     changed = copy.deepcopy(payload)
     *parents, last = path
     place = changed
@@ -104,7 +104,7 @@ LOGPROBS = (*INPUTS, "logprobs")
         ((*LOGPROBS, "values", 3), "-0.5", r"logprobs.values\[3\] is '-0.5'"),
     ],
 )
-def test_what_the_provider_would_refuse_is_refused_with_its_place(path, value, message):
+def test_a_payload_that_the_provider_would_refuse_is_refused_with_the_place(path, value, message):
     with pytest.raises(ValueError, match=message):
         check_payload(set_at(policy_payload(), path, value), "modal")
 
@@ -123,7 +123,7 @@ def test_a_positive_logprob_is_refused_where_it_has_a_weight():
 
 
 @pytest.mark.parametrize("junk", [None, [], "payload", 3, object()])
-def test_what_is_no_payload_at_all_is_refused(junk):
+def test_a_payload_that_is_not_an_object_is_refused(junk):
     with pytest.raises(ValueError, match="payload is .*expected an object"):
         check_payload(junk, "modal")
 
@@ -141,7 +141,7 @@ def test_clip_tensors_are_tinkers_only():
     assert "send loss_config {'clip_low_threshold': …}" in str(it.value)
     with pytest.raises(ValueError, match="only tinker takes; on modal build the datum without it$"):
         check_payload(policy_payload("dppo", clip_low=0.8), "modal")
-    check_payload(policy_payload(clip_low=0.8), "tinker")  # a datum of the family, whatever its loss does with it
+    check_payload(policy_payload(clip_low=0.8), "tinker")  # accepted, although this loss does not use it
     with pytest.raises(ValueError, match="loss_config.clip_low_threshold is no key of ppo on tinker"):
         check_payload(policy_payload("ppo", {"clip_low_threshold": 0.8}), "tinker")
 

@@ -1,18 +1,20 @@
-"""The key never leaves for another host, TLS is always verified, and what comes back is limited."""
+"""The key is sent to no other host and shown nowhere, TLS is always verified, and answers are limited in size."""
 
+import hmac
 import json
 import logging
+import select
 import socket
+import ssl
 import threading
-import time
 import traceback
 import urllib.parse
 
 import pytest
 
 import scripted_server
-from loop_in_process import left_open
-from scripted_server import ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
+from loop_runs import entries_of
+from scripted_server import OFFER, ScriptedServer, drip, drop, operation, refusal, reply, reset_after, run, stall
 from tls import ConnectProxy, TLSServer, needs_openssl
 from whitney_loop import (
     ConfigurationError,
@@ -29,10 +31,13 @@ from whitney_loop import (
     client as client_module,
 )
 from whitney_loop.__main__ import main as close_main
+from whitney_loop.lifecycle import close_command
 from whitney_loop.local import serve
 
-# With what is escaped in a repr, in JSON and in a path; longer than what of a value is shown.
+# It holds characters that a repr, JSON and a path escape, and is longer than the part of a value that is shown.
 KEY = "k'\"\\/%-QpZ8vR3nTq7YwXb2LfKd9HsJm4CgUe6A-xN5rVzW1tBoPiSyEuDh"
+
+WAIT_S = 20.0  # a test that fails ends; one that passes waits milliseconds
 
 
 # TLS
@@ -56,7 +61,7 @@ def test_a_certificate_of_the_given_authority_is_trusted(authority):
     ],
     ids=["untrusted", "wrong name", "expired"],
 )
-def test_a_certificate_that_does_not_hold_is_refused_at_once_and_gets_no_key(authority, names, days, trusted, message):
+def test_an_invalid_certificate_is_refused_at_once_and_gets_no_key(authority, names, days, trusted, message):
     with TLSServer(authority.certificate(*names, days=days), reply({})) as server:
         client = WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file if trusted else None)
         with pytest.raises(ConfigurationError, match=message) as caught:
@@ -66,9 +71,7 @@ def test_a_certificate_that_does_not_hold_is_refused_at_once_and_gets_no_key(aut
 
 
 @needs_openssl
-def test_a_context_that_someone_made_lax_for_all_of_python_is_not_used(authority, monkeypatch):
-    import ssl
-
+def test_a_lax_tls_context_for_all_of_python_is_not_used(authority, monkeypatch):
     monkeypatch.setattr(ssl, "_create_default_https_context", ssl._create_unverified_context)
     with TLSServer(authority.certificate("DNS:localhost"), reply({})) as server:
         with pytest.raises(ConfigurationError, match="not trusted"):
@@ -86,16 +89,13 @@ def test_a_ca_file_that_holds_no_certificate_is_refused(tmp_path, text):
 
 
 @needs_openssl
-def test_the_commands_take_a_ca_file_and_name_it_in_what_they_print(authority, loop, tmp_path, monkeypatch, capsys):
-    script = [refusal(404, "not_found")] * 2
-    with TLSServer(authority.certificate("DNS:localhost"), *script) as server:
+def test_the_commands_take_a_ca_file_and_name_it_in_what_they_print(authority, monkeypatch, capsys):
+    with TLSServer(authority.certificate("DNS:localhost"), refusal(404, "not_found")) as server:
         monkeypatch.setenv("WHITNEY_API_KEY", KEY)
         options = ["--base-url", server.base_url, "--ca-file", str(authority.ca_file)]
         assert close_main(["close", "ses-1", *options]) == 1
         assert "not_found" in capsys.readouterr().err
     client = WhitneyClient(server.base_url, KEY, ca_file=authority.ca_file)
-    from whitney_loop.lifecycle import close_command
-
     assert close_command(client, "ses-1").endswith(f"--ca-file {authority.ca_file}")
 
 
@@ -132,9 +132,7 @@ def test_a_failed_handshake_is_reported_as_not_sent(gives_up_at_once, monkeypatc
         (b"", "RemoteDisconnected"),
     ],
 )
-def test_a_request_that_a_proxy_does_not_take_onward_is_reported_as_not_sent(
-    gives_up_at_once, monkeypatch, answer, message
-):
+def test_a_request_that_a_proxy_refuses_is_reported_as_not_sent(gives_up_at_once, monkeypatch, answer, message):
     with ScriptedServer(answer) as proxy:
         monkeypatch.setenv("https_proxy", proxy.base_url)
         with pytest.raises(ServiceUnavailable, match=message) as caught:
@@ -154,7 +152,7 @@ def test_a_request_that_was_sent_within_tls_and_not_answered_may_have_arrived(au
 
 @pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "all_proxy", "HTTPS_PROXY", "ALL_PROXY"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_no_proxy_sees_what_goes_to_loopback(monkeypatch, name, host):
+def test_requests_to_loopback_go_to_no_proxy(monkeypatch, name, host):
     with ScriptedServer() as proxy, ScriptedServer(reply({})) as server:
         monkeypatch.setenv(name, proxy.base_url)
         WhitneyClient(server.base_url.replace("127.0.0.1", host), KEY).capabilities()
@@ -199,17 +197,17 @@ def test_an_answer_without_end_is_cut_off(monkeypatch, status, length):
         WhitneyClient(server.base_url, KEY).capabilities()
 
 
-# The key is in nothing that anyone can read
+# The key is shown nowhere
 
 
 def echoes():
-    """Answers that hold the key wherever an answer can hold something."""
+    """Yield answers that hold the key in every place that an answer has."""
     error = {"error": {"code": KEY, "message": f"Bearer {KEY}", "retryable": False}, "request_id": KEY}
     for status in (400, 401, 404, 409, 410, 422, 500, 501, 503, 429):
         yield reply(error, status, [f"Retry-After: {KEY}"])
         yield reply(f"<html>{KEY}</html>", status)
     yield reply(f"<html>{KEY}</html>")
-    for cut in (8, 20, len(KEY) - 1):  # by the network, or by whoever shows the first bytes
+    for cut in (8, 20, len(KEY) - 1):  # by the network, or because only the first bytes are shown
         yield reply(f'{{"key": "{KEY[:cut]}', 500, declared_length=500)
         yield reply(f"{'x' * (transport._SHOWN_CHARACTERS - cut)}{KEY}")
     yield reply(f'{{"key": "{json.dumps(KEY)[1:-1][:20]}', 400, declared_length=500)
@@ -254,7 +252,7 @@ CALLS = {
 
 
 def parts_of(text):
-    """Each eight characters of it that follow one another: as many of the key are a part of the key."""
+    """Return all substrings of eight characters: as many of the key count as a leak."""
     return {text[start : start + 8] for start in range(len(text) - 7)}
 
 
@@ -264,7 +262,7 @@ def parts_of_the_key_in(text):
 
 
 def all_of(error):
-    """Everything that can be read off an exception."""
+    """Return all texts that an exception can show."""
     return "".join([str(error), repr(error), repr(vars(error)), *traceback.format_exception(error)])
 
 
@@ -272,11 +270,11 @@ def all_of(error):
 @pytest.mark.parametrize("call", CALLS)
 def test_no_error_and_no_log_line_holds_the_key_whatever_a_service_echoes(call, caplog, monkeypatch):
     monkeypatch.setattr(transport, "_FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(waiting, "PATIENCE_S", -1)  # what takes long is said at once
+    monkeypatch.setattr(waiting, "PATIENCE_S", -1)  # waiting is logged at once
     caplog.set_level(logging.DEBUG)
     raised = 0
     for position, echo in enumerate(echoes()):
-        # Where an operation's first exchange is about the run, each echo comes at that one and at the operation.
+        # An operation asks for the run first: each echo comes once as that answer and once as the operation's.
         for before in ([], [run()], [run(), operation("running")]) if call in ("operation", "sampler") else ([],):
             with ScriptedServer(*before, echo, echo) as server:
                 asking = WhitneyClient(
@@ -294,16 +292,12 @@ def test_no_error_and_no_log_line_holds_the_key_whatever_a_service_echoes(call, 
 
 
 def test_no_output_and_no_journal_of_the_loop_holds_a_key_that_the_service_echoes(loop, tmp_path):
-    offer = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
     ids = {"session_id": f"ses-{KEY}", "run_id": f"run-{KEY}", "next_seq_id": 1, "note": KEY, "status": "active"}
-    script = [reply(offer), reply(ids), reply(ids), reply(ids), reply(ids)]
+    script = [OFFER, *[reply(ids)] * 4]
     script += [operation("failed", error={"code": KEY, "message": KEY})] + [drop] * 60
-
-    class Keyed:
-        api_key = KEY
-
     with ScriptedServer(*script) as server:
-        code, summary, err = loop(Keyed, server.base_url, 1, "--journal", "journal.json", submit_timeout_s=0.5)
+        server.api_key = KEY
+        code, summary, err = loop(server, 1, "--journal", "journal.json", submit_timeout_s=0.5)
     assert code == 1 and summary["session_id"] == "ses-[key]"
     assert "may still be open: run run-[key]" in err
     text = err + json.dumps(summary) + (tmp_path / "journal.json").read_text()
@@ -317,12 +311,12 @@ def test_a_key_that_is_a_number_or_a_word_breaks_neither_journal_nor_metrics_nor
     monkeypatch.setattr("secrets.token_urlsafe", lambda: key)
     files = ("--metrics", "m.jsonl", "--journal", "journal.json")
     with serve(tmp_path / "storage") as service:
-        _, first, err = loop(service, service.base_url, 1, *files)
+        _, first, err = loop(service, 1, *files)
         more = ("--resume-from", first["state_id"])
-        code, summary, err = loop(service, service.base_url, 1, *files, *more)
+        code, summary, err = loop(service, 1, *files, *more)
     assert code == 0 and summary["cycles_done"] == 1 and summary["operations"]["optim_step"] == 1, err
     assert summary["base_url"] == service.base_url and summary["session_id"].startswith("ses-")
-    config, cycle, *_ = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    config, cycle, *_ = entries_of(tmp_path / "m.jsonl")
     assert config["config"]["base_url"] == service.base_url and cycle["cycle"] == 0
 
 
@@ -341,43 +335,34 @@ def test_the_close_command_shows_neither_the_key_nor_an_escape_that_a_service_li
 # The embedded service
 
 
-def test_slow_clients_keep_nobody_waiting(tmp_path):
-    with serve(tmp_path) as service:
-        host, port = service.base_url.removeprefix("http://").split(":")
-        slow = [socket.create_connection((host, int(port))) for _ in range(100)]
-        for number, connection in enumerate(slow):
-            connection.sendall(b"POST /v1/training/sessions HTTP/1.1\r\nContent-Length: 100\r\n"[: 5 + number])
-        started = time.monotonic()
-        assert WhitneyClient(service.base_url, service.api_key).capabilities()["providers"]
-        assert time.monotonic() - started < 5
-        for connection in slow:
-            connection.close()
+def test_slow_clients_do_not_delay_others(service):
+    host, port = service.base_url.removeprefix("http://").split(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(100)]
+    for number, connection in enumerate(slow):
+        connection.sendall(b"POST /v1/training/sessions HTTP/1.1\r\nContent-Length: 100\r\n"[: 5 + number])
+    assert WhitneyClient(service.base_url, service.api_key).capabilities()["providers"]
+    assert select.select(slow, [], [], 0)[0] == []  # none was let go first
+    for connection in slow:
+        connection.close()
 
 
-def test_keys_are_compared_in_constant_time(tmp_path, monkeypatch):
-    import hmac
-
+def test_keys_are_compared_in_constant_time(service, monkeypatch):
     compared = []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
-    with serve(tmp_path) as service:
-        for key in ("wrong", service.api_key[:-1], service.api_key):
-            try:
-                WhitneyClient(service.base_url, key).capabilities()
-            except RequestRejected as error:
-                assert error.status == 401
+    for key in ("wrong", service.api_key[:-1], service.api_key):
+        try:
+            WhitneyClient(service.base_url, key).capabilities()
+        except RequestRejected as error:
+            assert error.status == 401
     assert [given for given, _ in compared] == [b"wrong", service.api_key[:-1].encode(), service.api_key.encode()]
 
 
-def test_many_clients_leave_no_thread_behind(tmp_path, all_sessions):
-    with serve(tmp_path) as service:
-        client = WhitneyClient(service.base_url, service.api_key)
-        client.capabilities()
-        before = threading.active_count()
-        for _ in range(300):
+def test_clients_that_leave_take_their_threads_along(service):
+    before = set(threading.enumerate())
+    for _ in range(100):
+        with WhitneyClient(service.base_url, service.api_key) as client:
             client.capabilities()
-        deadline = time.monotonic() + 10
-        while threading.active_count() > before and time.monotonic() < deadline:
-            threading.Event().wait(0.01)
-        assert threading.active_count() <= before
-        assert left_open(all_sessions()) == []
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), thread.name

@@ -1,4 +1,4 @@
-"""Certificates made on the spot by the ``openssl`` command, and a TLS server and a proxy on loopback that use them."""
+"""Certificates made by the ``openssl`` command, and a TLS server and a proxy on loopback that use them."""
 
 import contextlib
 import shutil
@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from listener import Listener
 from scripted_server import ScriptedServer
 
 _KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
@@ -24,7 +25,7 @@ class Authority:
                       "-subj", "/CN=authority of the test", *extensions)  # fmt: skip
 
     def certificate(self, *names, days=2):
-        """A file with the key and the certificate of a server; negative days: one that has expired."""
+        """Return a file with a server's key and certificate; with negative ``days`` it has expired."""
         (self.folder / "extensions").write_text(
             f"subjectAltName={','.join(names)}\nauthorityKeyIdentifier=keyid\nsubjectKeyIdentifier=hash\n"
         )
@@ -38,7 +39,7 @@ class Authority:
     def _openssl(self, *arguments):
         done = subprocess.run(["openssl", *arguments], cwd=self.folder, capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"this openssl can not: {done.stderr}")
+            pytest.skip(f"this openssl cannot: {done.stderr}")
 
 
 @pytest.fixture(scope="module")
@@ -77,39 +78,25 @@ class _Wrapping:
         return getattr(self._listener, name)
 
 
-class ConnectProxy:
-    """An HTTP proxy that tunnels every CONNECT to one port of this machine; ``heard``: what it could read."""
+class ConnectProxy(Listener):
+    """An HTTP proxy that tunnels every CONNECT to one port of this machine; ``heard`` holds the bytes it could read."""
 
     def __init__(self, port):
         self._port = int(port)
         self.heard = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve)
+        super().__init__()
 
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-
-    def _serve(self):
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                with connection, socket.create_connection(("127.0.0.1", self._port)) as onward:
-                    head = b""
-                    while b"\r\n\r\n" not in head:
-                        head += connection.recv(4096)
-                    self.heard.append(head)
-                    connection.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                    back = threading.Thread(target=self._pump, args=(onward, connection))
-                    back.start()
-                    self._pump(connection, onward, self.heard)
-                    back.join()
+    def serve(self, connection):
+        with connection, socket.create_connection(("127.0.0.1", self._port)) as onward:
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += connection.recv(4096)
+            self.heard.append(head)
+            connection.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            back = threading.Thread(target=self._pump, args=(onward, connection))
+            back.start()
+            self._pump(connection, onward, self.heard)
+            back.join()
 
     def _pump(self, source, target, heard=None):
         with contextlib.suppress(OSError):

@@ -63,7 +63,7 @@ def session_id(api: Api) -> str:
 
 @pytest.fixture
 def run(api: Api) -> Run:
-    """A run that many tests share, since each one may be billed: none may end it, or count in it from 1."""
+    """A run that tests share, since each run may be billed: none may end it or expect its seq_ids to begin at 1."""
     return api.shared_run()
 
 
@@ -75,7 +75,7 @@ def sampler_id(run: Run) -> str:
 
 @pytest.fixture
 def settled_run(run: Run) -> Run:
-    """The shared run with no gradient in it: this step takes the one there was, or fails. It changes no weight."""
+    """The shared run without a pending gradient: a step at learning rate 0 uses it up, or fails if there is none."""
     run.operation("optim_step", build.optimizer(learning_rate=0.0))
     return run
 
@@ -93,7 +93,7 @@ def ended_runs() -> dict[str, tuple[Run, dict[str, Any]]]:
 
 @pytest.fixture
 def ended_run(api: Api, ended_runs: dict[str, tuple[Run, dict[str, Any]]]) -> Callable[[str], Any]:
-    """A run that was finished or cancelled, the same for all tests, and the one operation that it had, a save."""
+    """A run that was finished or cancelled, shared by all tests, and its only operation, a save."""
 
     def get(end: str) -> tuple[Run, dict[str, Any]]:
         if end not in ended_runs:
@@ -108,7 +108,7 @@ def ended_run(api: Api, ended_runs: dict[str, tuple[Run, dict[str, Any]]]) -> Ca
 
 @pytest.fixture
 def run_of(api: Api) -> Callable[[str], Run]:
-    """The shared run of a provider; of another one than the options name only on the embedded service."""
+    """The shared run of a provider; one that the options do not name is possible on the embedded service only."""
 
     def get(provider: str) -> Run:
         if not api.embedded and provider != api.provider:
@@ -120,7 +120,7 @@ def run_of(api: Api) -> Callable[[str], Run]:
 
 @pytest.fixture
 def embedded(api: Api) -> None:
-    """For what holds of the embedded service's numbers: another one may round, average, or hold another model."""
+    """For sentences about the embedded service's numbers: another one may round, average, or hold another model."""
     if not api.embedded:
         pytest.skip("formula values and files are the embedded service's own")
 
@@ -129,7 +129,7 @@ def embedded(api: Api) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--contract-url"):  # whoever asks a real deployment wants the table, not our tracebacks
+    if config.getoption("--contract-url"):  # its user wants the table, not our tracebacks
         if config.option.tbstyle == "auto":
             config.option.tbstyle = "no"
         if config.option.reportchars == "fE":

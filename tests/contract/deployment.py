@@ -1,4 +1,4 @@
-"""What the contract tests speak with: HTTP by urllib, and nothing of the package that they judge."""
+"""The HTTP client of the contract tests: urllib, and nothing of the package that they judge."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ ENDPOINTS: dict[str, set[str]] = {
     "POST /v1/training/sessions/{session_id}/close": {"session_id", "provider", "status", "runs"},
 }
 
-_BUSY = (429, 502, 503, 504)  # asked again, as a client would: to be busy is no deviation
+_BUSY = (429, 502, 503, 504)  # retried, as a client would: to be busy is no deviation
 _PAUSES_S = (1.0, 4.0, 10.0, 30.0)
 _SILENCES = 5  # requests without any answer, after which nothing more is asked
 _EXCHANGE_S = 90.0
-_SHORTEST_SECRET = 8  # characters, as in the client; a shorter key is none, and would black out half of every answer
-_SHORT_PATIENCE_S = 20.0  # once a wait has run out: a deployment that never ends anything must not be waited for often
+_SHORTEST_SECRET = 8  # characters, as in the client; to redact a shorter key would hide half of every answer
+_SHORT_PATIENCE_S = 20.0  # after a first wait ran out: do not wait as long again
 
 
 class Deviation(AssertionError):
-    """What was found instead of what the contract says, in words."""
+    """A difference from the contract, in words: expected … found …."""
 
 
 class Unspeakable(Exception):
@@ -61,7 +61,7 @@ class Unspeakable(Exception):
 
 @dataclass
 class Answer:
-    """What was answered, without the key: nothing that is said of an answer later can hold it."""
+    """An answer from which the key was removed, so that no message about it can hold the key."""
 
     status: int
     raw: bytes
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def error(self) -> JSON:
-        """The error object of a refusal, empty where there is none."""
+        """The error object of a refusal; empty if there is none."""
         body = self.body
         error = body.get("error") if isinstance(body, dict) else None
         return error if isinstance(error, dict) else {}
@@ -90,7 +90,7 @@ class Answer:
 
 
 def accepted(answer: Answer) -> JSON:
-    """The body of a request that was to be accepted."""
+    """Return the body of an answer that must be a success."""
     if not 200 <= answer.status < 300:
         raise Deviation(f"expected success, found {answer}")
     body = answer.body
@@ -100,12 +100,12 @@ def accepted(answer: Answer) -> JSON:
 
 
 def error_code(operation: JSON) -> Any:
-    """Why an operation failed, None where it did not."""
+    """Return the code of an operation that failed, else None."""
     return (operation["error"] or {}).get("code")
 
 
 def assert_refused(answer: Answer, status: int | None = None, code: str | None = None) -> None:
-    """Without ``status`` the contract says only that it is refused: any 4xx."""
+    """Raise Deviation unless the answer is this refusal; without ``status``, any 4xx."""
     fits = 400 <= answer.status < 500 if status is None else answer.status == status
     if not fits or (code is not None and answer.error.get("code") != code):
         raise Deviation(f"expected {status or 'a refusal (4xx)'}{' ' + code if code else ''}, found {answer}")
@@ -200,9 +200,9 @@ class Api:
     def call(
         self, verb: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str | None
     ) -> Answer:
-        """One exchange. What makes a session or a run always has an Idempotency-Key.
+        """Make one exchange. A request that creates a session or a run always has an Idempotency-Key.
 
-        ``headers`` replace those that are sent of themselves; one that is None is not sent.
+        ``headers`` replace the default ones; a header that is None is not sent.
         """
         __tracebackhide__ = True  # what a test gives as headers may hold the key
         content = raw if raw is not None else None if body is None else json.dumps(body).encode()
@@ -237,11 +237,11 @@ class Api:
                 if found.status not in _BUSY:
                     return found
                 if pause_s is None:
-                    self.pauses_s = ()  # it was waited for once; the next ones are taken at their word
+                    self.pauses_s = ()  # it was waited for once; later refusals count at once
                     return found
                 asked = refusal.headers.get("Retry-After", "")
                 time.sleep(min(int(asked), 60) if asked.isdecimal() else pause_s)
-            except (OSError, http.client.HTTPException) as error:  # URLError is one; its cause is told, its request not
+            except (OSError, http.client.HTTPException) as error:  # show the cause of a URLError, not its request
                 reason = self._without_key(f"{getattr(error, 'reason', error)}".encode()).decode()
                 silence = f"{verb} {path}: no answer ({reason})"
                 self.silences += 1
@@ -256,7 +256,7 @@ class Api:
     # Sessions and runs
 
     def open_session(self, provider: str | None = None, **headers: str) -> str:
-        """A new session. Where none can be had, the first test that asks fails and the others are skipped."""
+        """Open a session. If that is not possible, the first test that tries fails and the others are skipped."""
         self._skip_if_unusable()
         answer = self.call("POST", "sessions", {"provider": provider or self.provider}, **headers)
         try:
@@ -269,7 +269,7 @@ class Api:
         return session_id
 
     def shared_session(self, provider: str | None = None) -> str:
-        """A session for all tests that do not end it."""
+        """Return a session for all tests that do not end it."""
         provider = provider or self.provider
         if provider not in self._shared_sessions:
             self._shared_sessions[provider] = self.open_session(provider)
@@ -283,7 +283,7 @@ class Api:
         return answer
 
     def run(self, session_id: str | None = None, **fields: Any) -> Run:
-        """A new run, active. Where none can be had, the first test that asks fails and the others are skipped."""
+        """Create a run and wait until it is active. If that fails, the first test fails and the others are skipped."""
         self._skip_if_unusable()
         session_id = session_id or self.shared_session()
         try:
@@ -306,7 +306,7 @@ class Api:
             pytest.skip(f"nothing can be asked without {shortened(self.unusable, 200)}")
 
     def shared_run(self, provider: str | None = None) -> Run:
-        """An active run for all tests that neither end it nor count in it, with the next ``seq_id``."""
+        """Return an active run, with its next ``seq_id``, for tests that do not end it or expect certain seq_ids."""
         self._skip_if_unusable()
         provider = provider or self.provider
         run = self._shared_runs.get(provider)
@@ -332,7 +332,7 @@ class Api:
         return self.call("POST", f"sessions/{session_id}/close")
 
     def close_all(self) -> None:
-        """Close every session there is, those too whose creation got no answer; what stays open is in the ledger."""
+        """Close every session, also those whose creation got no answer; the ledger keeps those that stay open."""
         for key, content in list(self.ledger.unanswered.items()):
             with contextlib.suppress(Deviation):
                 self.call("POST", "sessions", raw=content, Idempotency_Key=key)
@@ -355,7 +355,7 @@ class Run:
         return f"runs/{self.run_id}" + (f"/samplers/{sampler_id}" if sampler_id else "") + "/operations"
 
     def post(self, kind: Any, payload: Any, *, sampler_id: str | None = None, seq_id: Any = None) -> Answer:
-        """One operation as it is answered at once; without ``seq_id`` it takes the next one."""
+        """Submit one operation and return the first answer; without ``seq_id`` it takes the next one."""
         body = {"kind": kind, "seq_id": self.seq_id if seq_id is None else seq_id, "payload": payload}
         answer = self.api.call("POST", self.path(sampler_id), body)
         if seq_id is None and answer.status < 300:
@@ -369,7 +369,7 @@ class Run:
         return self._wait(lambda: self.poll(operation_id), lambda status: status in ENDED)
 
     def wait_until(self, reached: Any) -> JSON:
-        """The run once its status satisfies ``reached``."""
+        """Return the run once its status satisfies ``reached``."""
         return self._wait(self.get, reached)
 
     def _wait(self, ask: Any, reached: Any) -> JSON:
@@ -385,12 +385,12 @@ class Run:
         return found
 
     def submit(self, kind: str, payload: Any, sampler_id: str | None = None) -> str:
-        """The id of an operation that is accepted and not waited for."""
+        """Submit an operation that must be accepted, and return its id without waiting."""
         operation_id: str = accepted(self.post(kind, payload, sampler_id=sampler_id))["operation_id"]
         return operation_id
 
     def operation(self, kind: str, payload: Any, sampler_id: str | None = None) -> JSON:
-        """One operation, ended."""
+        """Submit an operation and return it once it has ended."""
         return self.wait(self.submit(kind, payload, sampler_id))
 
     def result(self, kind: str, payload: Any, sampler_id: str | None = None) -> JSON:
@@ -404,7 +404,7 @@ class Run:
         return result
 
     def version(self) -> int:
-        """The number of optimizer steps taken, which only a save tells."""
+        """Return the number of optimizer steps taken, which only a save tells."""
         version: int = self.result("save_weights_for_sampler", {})["version"]
         return version
 
@@ -413,7 +413,7 @@ class Run:
         return sampler_id
 
     def train(self, learning_rate: float = 0.05) -> JSON:
-        """One step on one datum, large enough to be seen in a logprob."""
+        """Make one step on one datum, large enough to be seen in a logprob."""
         self.result("forward_backward", build.payload(build.datum()))
         return self.result("optim_step", build.optimizer(learning_rate=learning_rate))
 
@@ -421,11 +421,11 @@ class Run:
         return accepted(self.api.call("GET", f"runs/{self.run_id}"))
 
     def ask(self, end: str) -> Answer:
-        """``finish`` or ``cancel``, as it is answered."""
+        """Ask for ``finish`` or ``cancel``, and return the answer."""
         return self.api.call("POST", f"runs/{self.run_id}/{end}")
 
     def end(self, end: str) -> JSON:
-        """``finish`` or ``cancel``, then the run once it has ended."""
+        """Ask for ``finish`` or ``cancel``, and return the run once it has ended."""
         answer = self.ask(end)
         body = accepted(answer)
         return body if body.get("status") in TERMINAL else self.wait_until(lambda status: status in TERMINAL)
@@ -466,7 +466,7 @@ class build:  # noqa: N801 - used as the namespace of the payload builders
 
     @staticmethod
     def slow_payload(data: int = 1) -> JSON:
-        """What takes an engine so long that others wait meanwhile: the embedded one a tenth of a second per datum."""
+        """A payload that keeps an engine busy: the embedded one for a tenth of a second per datum."""
         return build.payload(*(build.slow_datum(number) for number in range(data)))
 
     @staticmethod
@@ -496,15 +496,15 @@ def shortened(text: str, limit: int) -> str:
 
 
 def _pattern_of(key: str) -> re.Pattern[bytes]:
-    """The key as it may be echoed: each character as it is, escaped for JSON or percent-encoded."""
+    """Match the key as it may be echoed: each character unchanged, escaped for JSON, or percent-encoded."""
     if len(key) < _SHORTEST_SECRET:
-        return re.compile(b"(?!)")  # nowhere
+        return re.compile(b"(?!)")  # matches nothing
     forms = (rf"(?:\\?{re.escape(letter)}|\\u00{ord(letter):02x}|%{ord(letter):02x})" for letter in key)
     return re.compile("".join(forms).encode(), re.IGNORECASE)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the key elsewhere; it is answered as what it is."""
+    """Return a redirect as the answer: to follow it would send the key elsewhere."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

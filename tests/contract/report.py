@@ -1,4 +1,4 @@
-"""The report at the end of the contract tests: what an implementation does differently, and what it was asked for."""
+"""The report at the end of the contract tests: the sentences that do not hold, and what the tests asked for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Report:
             self.held[sentence] += 1
 
     def lines(self) -> list[str]:
-        """All of it; nothing where no contract test ran."""
+        """Return the lines of the report; none if no contract test ran."""
         asked = self.held.keys() | {sentence for _, sentence in self.found}
         if not asked and not self.not_asked:
             return []
@@ -78,7 +78,7 @@ class Report:
 
 
 def sentence_of(item: pytest.Item) -> str:
-    """The name of a test, read as what it is: ``test_order.py``, ``test_3_nothing_runs_twice`` → "order 3: …"."""
+    """Return a test's name as a sentence: ``test_order.py``, ``test_3_nothing_runs_twice`` → "order 3: nothing …"."""
     name = getattr(item, "originalname", None) or item.name
     number, words = re.fullmatch(r"test_(?:(\d+)_)?(.*)", name).groups()  # type: ignore[union-attr]
     words = _WIRE_NAMES.sub(lambda match: match[1].replace("_", "\0"), words)
@@ -87,7 +87,7 @@ def sentence_of(item: pytest.Item) -> str:
 
 
 def _words_of(error: BaseException | None, last_exchange: str) -> str:
-    """What was found, without a traceback."""
+    """Return what was found, without a traceback."""
     if isinstance(error, Deviation):
         return shortened(str(error), 260)
     text = str(error)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import http.client
-import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,7 +25,7 @@ SAMPLER_OPERATIONS = {"sample", "logprobs"}
 
 
 def fresh_key():
-    """Never the same in two runs of these tests: a deployment remembers."""
+    """Return a new Idempotency-Key: a deployment remembers those of earlier test runs."""
     return {"Idempotency_Key": f"contract-{uuid.uuid4().hex}"}
 
 
@@ -69,7 +69,7 @@ def test_forward_is_offered(api):
 
 @pytest.fixture(scope="module")
 def answers(deployment, build):
-    """The answer of each endpoint in the shortest life of two runs, as far as it gets; then why it got no further."""
+    """The answer of each endpoint while two runs are created and ended; and the failure that stopped this, if any."""
     found = {}
 
     def ask(endpoint, body=None, **ids):
@@ -255,14 +255,9 @@ def test_an_idempotency_key_belongs_to_one_path(api):
 
 @pytest.mark.ours
 def test_two_requests_at_once_with_one_idempotency_key_make_one_run(api, session_id):
-    key, answers = fresh_key(), []
-    threads = [
-        threading.Thread(target=lambda: answers.append(api.create_run(session_id, headers=key))) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    key = fresh_key()
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: api.create_run(session_id, headers=key), range(2)))
     one, other = (accepted(answer)["run_id"] for answer in answers)
     assert one == other
 
@@ -294,7 +289,7 @@ def test_cancel_then_polling_until_terminal_ends_a_run(own_run):
 
 @pytest.fixture
 def without_length(monkeypatch):
-    """An empty body is sent as none at all, as by ``curl -X POST``; urllib would say Content-Length: 0."""
+    """Send no Content-Length with an empty body, as ``curl -X POST`` does; urllib would send Content-Length: 0."""
     putheader = http.client.HTTPConnection.putheader
 
     def put_unless_empty(connection, header, *values):
@@ -309,15 +304,15 @@ def without_length(monkeypatch):
 @pytest.mark.ours
 @pytest.mark.usefixtures("without_length")
 def test_finish_cancel_and_close_need_no_body(api, session_id, ended_run):
-    for end in ("finish", "cancel"):  # a run that has ended so may be asked again
+    for end in ("finish", "cancel"):  # both may be asked again
         run, _ = ended_run(end)
         accepted(run.ask(end))
     accepted(api.close(session_id))
 
 
 @pytest.mark.ours
-def test_what_a_cancel_takes_from_the_queue_ends_as_cancelled(own_run, build):
-    """What ran before the cancel came may have succeeded."""
+def test_operations_that_a_cancel_takes_from_the_queue_end_as_cancelled(own_run, build):
+    """Operations that ran before the cancel came may have succeeded."""
     posted = [own_run.submit("forward_backward", build.slow_payload())]
     posted += [own_run.submit("save_weights_for_sampler", {}) for _ in range(2)]
     accepted(own_run.ask("cancel"))

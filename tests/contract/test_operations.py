@@ -147,7 +147,7 @@ def test_without_a_seed_the_runs_seed_and_the_seq_id_decide(api, build):
 
 
 @pytest.mark.ours
-@pytest.mark.parametrize("field", ["prompt", "num_samples"])  # who sampled without max_tokens would sample long
+@pytest.mark.parametrize("field", ["prompt", "num_samples"])  # without max_tokens it might sample long
 def test_a_sample_request_needs_its_fields(run, sampler_id, build, field):
     request = build.sample(num_samples=1, max_tokens=1)
     del request[field]
@@ -282,7 +282,7 @@ def test_optim_step_gives_the_step_and_the_gradients_norm_and_lowers_the_loss(ow
 
 @pytest.mark.ours
 def test_grad_clip_norm_bounds_the_gradient_0_is_off_and_learning_rate_0_changes_no_weight(own_run, build):
-    """Clipped to next to nothing, or to a norm of 0, nothing is learned. Without beta1 no step takes from another."""
+    """With a tiny grad_clip_norm nothing is learned. beta1 is 0, so that no step depends on the ones before it."""
 
     def loss_after(**fields):
         own_run.result("forward_backward", build.payload(build.datum()))
@@ -321,7 +321,7 @@ def test_the_optimizer_stands_under_its_key(run, build):
 
 @pytest.mark.ours
 def test_a_state_that_is_resumed_from_holds_weights_and_optimizer(api, own_run, build):
-    """The next step is that of the run that was saved: its gradient is next to nothing, so the moments make it."""
+    """The next step of both runs is the same: its gradient is tiny, so the optimizer's moments determine it."""
 
     def loss_of(run):
         return run.result("forward", build.payload(build.datum()))["loss"]

@@ -24,7 +24,7 @@ def test_1_sampler_operations_take_their_turn_in_the_runs_order(run, sampler_id,
 
 @pytest.mark.ours
 def test_2_operations_take_effect_in_seq_id_order(run, build):
-    """Posted without waiting, behind one that takes its time: each save sees exactly the steps before it."""
+    """All are posted behind a slow one, without waiting: each save sees exactly the steps before it."""
     run.submit("forward_backward", build.slow_payload())
     saves = []
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_3_the_same_seq_id_path_kind_and_payload_answers_the_operation_that_exis
 
 @pytest.mark.ours
 def test_3_nothing_runs_twice(run, build):
-    """Had the two that are sent again run again, there would be two steps."""
+    """If the two repeated requests ran again, there would be two steps."""
     before = run.version()
     first = run.seq_id
     backward, step = build.payload(build.datum()), build.optimizer(learning_rate=0.0)
@@ -176,7 +176,7 @@ def test_6_a_failed_operation_leaves_weights_and_optimizer_as_they_were(settled_
     ids=["eps", "weight_decay"],
 )
 def test_6_a_step_that_overflows_is_undone_and_every_other_step_leaves_a_model_that_computes(own_run, build, fields):
-    """In float32 such an eps is 0, and 0/0 at an input that has had no gradient; such a decay is infinite."""
+    """In float32 this eps is 0, which gives 0/0 if an input never had a gradient; this decay is infinite."""
 
     def loss():
         return own_run.result("forward", build.payload(build.datum()))["loss"]

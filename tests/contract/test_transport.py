@@ -46,7 +46,7 @@ def test_a_wrong_key_makes_nothing(api):
 
 @pytest.mark.ours
 def test_bodies_are_utf_8_json_both_ways(run):
-    """The first kind is overridden by the second, so that whoever could read it as Latin-1 would do the operation."""
+    """The second ``kind`` replaces the first, so that a service that reads Latin-1 would do the operation."""
     assert_refused(run.api.call("POST", "sessions", raw='{"provider": "ü"}'.encode()), 422, "invalid_payload")
     body = json.dumps({"kind": "save_weights_for_sampler", "seq_id": run.seq_id, "payload": {}})
     assert_refused(run.api.call("POST", run.path(), raw=body.replace("{", '{"kind": "ü", ', 1).encode("latin-1")))
@@ -100,14 +100,14 @@ def test_an_error_says_what_must_not_be_retried(api):
 
 @pytest.mark.ours
 def test_no_answer_is_a_redirect(api):
-    """The client refuses redirects; nothing here follows one, so that one would be found."""
+    """The client refuses redirects. These tests do not follow one either, so a redirect would fail here."""
     for path in ("capabilities", f"sessions/{api.shared_session()}"):
         accepted(api.call("GET", path))
 
 
 @pytest.mark.ours
 def test_a_long_poll_answers_when_the_operation_ends_or_after_wait_s(run, build):
-    """The same operation: asked without waiting it has not ended, asked with it has."""
+    """A poll without wait_s finds the operation unfinished; a poll with wait_s finds it ended."""
     for data in (1, 4, 16):  # an engine may have ended a small one before it can be asked about
         operation_id = run.submit("forward_backward", build.slow_payload(data))
         at_once = run.poll(operation_id, wait_s=0)["status"]

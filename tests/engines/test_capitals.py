@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 tokenizers = pytest.importorskip("tokenizers")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from loop_runs import EXAMPLES, entries_of  # noqa: E402
+
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -57,7 +57,7 @@ def reward_of(folder, calls):
 
 def test_the_prompts_are_written_and_the_loop_trains_on_them_with_the_reward_of_decoded_text(model, tmp_path):
     assert "wrote 8 prompts" in run(tmp_path, "engines/capitals/prompts.py", model)
-    requests = [json.loads(line) for line in (tmp_path / "capitals.jsonl").read_text().splitlines()]
+    requests = entries_of(tmp_path / "capitals.jsonl")
     assert requests[0]["metadata"] == {"answer": "Paris"}
     assert requests[0]["sampling_params"]["stop"] == [256]
 
@@ -79,5 +79,5 @@ def test_the_prompts_are_written_and_the_loop_trains_on_them_with_the_reward_of_
     output = run(tmp_path, *loop)
     assert f"{model} by torch-lora" in output
     assert "learning rate 0.001, which torch-lora suggests" in output
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = entries_of(tmp_path / "metrics.jsonl")
     assert [line["version"] for line in lines if "reward/mean" in line] == [0, 1]

@@ -20,7 +20,7 @@ sys.exit(main(["--port", "0", "--engine", sys.argv[2], "--engine-option", "model
         ("tinker", "engines.tinker_service:make", 'pip install "tinker>=0.38"'),
     ],
 )
-def test_a_missing_package_is_one_line_with_the_command_that_installs_it(package, engine, install, tmp_path):
+def test_a_missing_package_is_one_line_with_the_command_that_installs_it(package, engine, install):
     command = [sys.executable, "-c", PROGRAM, package, engine]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -6,7 +6,6 @@ import gc
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,10 @@ from tinker.lib.internal_client_holder import _SessionlessHolderCache
 from tinker.lib.public_interfaces import rest_client_common
 
 from engines.tinker_double import KEY, MODEL, running
-from local.bench import FORWARD, PAYLOADS, SAMPLE, WAIT_S, tensor
-from loop_runs import metrics_of
+from local.bench import FORWARD, SAMPLE, WAIT_S
+from local.byte_payloads import ADAMW, tensor
+from loop_runs import ROOT, metrics_of
+from processes import contract_command
 from whitney_loop.local import serve
 from whitney_loop.local.byte_lm import ByteLM
 from whitney_loop.local.engine import EngineError, load_backend
@@ -26,15 +27,13 @@ from whitney_loop.local.objectives import OBJECTIVES
 # The SDK leaves connections behind that it does not close; Python warns of each when it is collected.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
-ROOT = Path(__file__).parents[2]
-ADAMW = PAYLOADS["optim_step"]["optimizer"]
 CACHES = []  # of connections; kept, so that none is collected outside these tests
 MAKE = "engines.tinker_service:make"
 
 
 @pytest.fixture
 def points_to(monkeypatch):
-    """``points_to(url)``: what the SDK reads from the environment, and none of the connections of another test."""
+    """``points_to(url)``: set the SDK's environment variables, and give it no connection of another test."""
 
     def point(base_url):
         monkeypatch.setenv("TINKER_BASE_URL", base_url)
@@ -73,7 +72,7 @@ def new_run(double):
         run.close()
 
 
-# What it makes of an operation
+# How it carries out an operation
 
 
 def data_for(loss_function):
@@ -81,7 +80,7 @@ def data_for(loss_function):
     length = len(datum["input"]["token_ids"])
     values = {"weights": 0.5, "logprobs": -3.0, "advantages": 1.5}
     names = ["weights"] if loss_function == "cross_entropy" else list(values)
-    inputs = {name: tensor("float32", *[values[name]] * length) for name in names}
+    inputs = {name: tensor([values[name]] * length) for name in names}
     return [{**datum, "loss_inputs": {**inputs, "target_tokens": datum["loss_inputs"]["target_tokens"]}}]
 
 
@@ -90,7 +89,7 @@ def data_for(loss_function):
     [(loss, -3.0) for loss in sorted(OBJECTIVES.keys() - {"ppo_critic"})] + [("importance_sampling", -25.0)],
 )
 def test_a_step_on_each_loss_leads_where_it_leads_without_the_server(new_run, loss_function, logprob):
-    """Sent as it is or carried by importance sampling; and with a ratio beyond the limit of the contract's loss."""
+    """For losses that the server has, losses sent as importance sampling, and a ratio beyond the contract's limit."""
     payload = {"data": data_for(loss_function), "loss_function": loss_function, "loss_config": {}}
     if loss_function != "cross_entropy":
         payload["data"][0]["loss_inputs"]["logprobs"]["values"][0] = logprob
@@ -142,7 +141,7 @@ def test_many_samples_are_those_of_each_request_alone(new_run):
     assert sampler.sample_many(requests) == [sampler.sample(*request) for request in requests]
 
 
-# What it cannot keep, it refuses
+# What it refuses
 
 
 def test_a_server_that_averages_is_refused_unless_one_says_so(new_run, double):
@@ -187,7 +186,7 @@ def test_without_a_server_the_engine_does_not_start(points_to):
 # Failures
 
 
-def test_what_the_server_says_is_the_users_fault_changed_nothing(new_run, double):
+def test_a_request_that_the_server_refuses_changes_nothing(new_run, double):
     run = new_run()
     double.refuses = "forward_backward"
     with pytest.raises(EngineError, match="as the test told it"):
@@ -295,9 +294,8 @@ def build_loss(sample, cycle, request, ctx):
 def test_the_contract_holds_on_it_but_for_the_critic(double, tmp_path, provider):
     """A server has no value head, so these four sentences cannot hold."""
     with serve(tmp_path / "storage", backend_of("clips_gradients=true")) as service:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract"]
-        command += ["--contract-url", service.base_url, "--contract-key", service.api_key]
-        command += ["--contract-model", MODEL, "--contract-provider", provider]
+        options = ("--contract-model", MODEL, "--contract-provider", provider)
+        command = contract_command(service.base_url, service.api_key, *options)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     broken = set(re.findall(r"^\[(?:doc|ours)\].*", done.stdout, re.MULTILINE))
     assert [line for line in broken if "critic" not in line] == []

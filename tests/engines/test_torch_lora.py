@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +13,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from local.byte_payloads import tensor  # noqa: E402
+from loop_runs import ROOT  # noqa: E402
+from processes import contract_command  # noqa: E402
 from whitney_loop import RequestRejected, WhitneyClient, lora_run, training_session  # noqa: E402
 from whitney_loop.local import load_backend, serve  # noqa: E402
 from whitney_loop.local.__main__ import main  # noqa: E402
@@ -26,7 +27,6 @@ pytestmark = [  # of PEFT and transformers about each other
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-ROOT = Path(__file__).parents[2]
 ENGINE = "engines.torch_lora:make"
 ADAMW = {"learning_rate": 0.05, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 0.0}
 TEXTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21], [30, 31, 32, 33]]
@@ -53,10 +53,6 @@ def new_run(backend, rank=4, seed=1, steps=0):
         run.forward_backward(payload("cross_entropy"))
         run.optim_step(ADAMW)
     return run
-
-
-def tensor(values, dtype="float32"):
-    return {"dtype": dtype, "shape": [len(values)], "values": values}
 
 
 def datum(text):
@@ -435,7 +431,7 @@ def test_a_model_that_lacks_weights_is_refused(tiny, tmp_path, capsys):
     )
 
 
-def test_what_is_beyond_the_model_is_refused_with_the_limit_and_the_value(made, tmp_path):
+def test_requests_beyond_the_model_are_refused_with_the_limit_and_the_value(made, tmp_path):
     backend = made()
     with serve(tmp_path, backend) as service:
         client = WhitneyClient(service.base_url, service.api_key)
@@ -460,9 +456,8 @@ def test_what_is_beyond_the_model_is_refused_with_the_limit_and_the_value(made, 
 def test_every_sentence_of_the_contract_holds(provider, made, tmp_path):
     backend = made()
     with serve(tmp_path, backend) as service:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/contract"]
-        command += ["--contract-url", service.base_url, "--contract-key", service.api_key]
-        command += ["--contract-model", backend.model, "--contract-provider", provider]
+        options = ("--contract-model", backend.model, "--contract-provider", provider)
+        command = contract_command(service.base_url, service.api_key, *options)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout
     assert "sentences of the contract that were asked hold" in done.stdout

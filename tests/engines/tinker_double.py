@@ -1,4 +1,4 @@
-"""A server that speaks Tinker's protocol, with byte-lm behind it: what stands for Tinker in the tests.
+"""A server that speaks Tinker's protocol, with byte-lm behind it; the tests use it in place of Tinker.
 
 It answers with the SDK's own types, over HTTP, so the SDK itself is under test as well. By hand, for a loop:
 
@@ -169,7 +169,7 @@ class Double:
             answer.prompt_logprobs = np.array(sampler.logprobs(prompt), "float32").tobytes()  # None becomes NaN
         return answer.SerializeToString()
 
-    # Futures: what is computed at once is fetched later.
+    # Futures: results are computed at once and fetched later.
 
     IN_A_FUTURE = (
         "create_model",

@@ -8,9 +8,8 @@ import signal
 import pytest
 
 from between import changing_results
-from loop_process import start_loop
 from loop_runs import EXAMPLES, left_behind, training_on, write_requests
-from whitney_loop import WhitneyClient
+from processes import read_until, start_loop
 from whitney_loop.operations import Operations
 
 TEACHER = [{"prompt": list(b"the "), "completion": list(b"end")}] * 4
@@ -26,7 +25,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def submitted(monkeypatch):
-    """(run_id, payload, operation) of all that a client submits, in its order."""
+    """(run_id, payload, operation) of each operation that a client submits, in order."""
     record = []
 
     submit = Operations.submit
@@ -93,11 +92,11 @@ def test_a_teacher_may_be_a_saved_state_and_both_runs_are_ended(run_loop, folder
     so_far = [0, *map(int, re.findall(r"(\d+) tokens ", done.stderr))]  # sampled and trained
     tokens = [after - before for before, after in itertools.pairwise(so_far)]
     assert sorted(tokens[:2]) == sorted(tokens[2:]) == [4, 6]  # each prompt once an epoch
-    assert left_behind(remote, done) == ("closed", ["finished", "finished"])
+    assert left_behind(remote, done.summary) == ("closed", ["finished", "finished"])
 
     lost = run_loop("distillation_loop", "--teacher-state", "state-none", *cycles, **env)
     assert lost.returncode == 1 and "state-none" in lost.stderr and "Traceback" not in lost.stderr
-    assert left_behind(remote, lost) == ("closed", ["cancelled"])
+    assert left_behind(remote, lost.summary) == ("closed", ["cancelled"])
 
 
 def test_sampling_that_biases_its_ratio_is_warned_of(run_loop, folder, remote):
@@ -122,9 +121,8 @@ def test_a_null_logprob_of_the_teacher_is_named_by_its_position(run_loop, folder
 def test_ctrl_c_cancels_both_runs_and_closes(folder, remote):
     data = ("--teacher-data", "ids.jsonl", "--sample-json", "one.jsonl", "--cycles", "9999")
     with start_loop(folder, "distillation_loop.py", *data, *SMALL, **training_on(remote)) as process:
-        next(line for line in process.stderr if line.startswith("cycle 1 "))
+        read_until(process.stderr, "cycle 1 ")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in stderr
-    session = WhitneyClient(remote.base_url, remote.api_key).session(json.loads(stdout)["session_id"])
-    assert session["status"] == "closed" and [run["status"] for run in session["runs"]] == ["cancelled", "cancelled"]
+    assert left_behind(remote, json.loads(stdout)) == ("closed", ["cancelled", "cancelled"])

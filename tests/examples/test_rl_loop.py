@@ -1,6 +1,7 @@
 """The reference loop: it learns, it ends cleanly, it repeats itself, and a copy of the one file runs."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -10,18 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from loop_process import environment, start_loop
-from loop_runs import EXAMPLES, GRPO, ROOT, training_on
-from whitney_loop import WhitneyClient
+from loop_runs import EXAMPLES, GRPO, ROOT, left_behind, training_on
+from processes import read_until, start_loop, start_service
 
 MINE = """
-import sys, time
+import sys, threading
 
 from grpo_build_loss import build_loss as grpo
 
 def waits(sample, cycle, request, ctx):
     print("waiting in build_loss", file=sys.stderr, flush=True)
-    time.sleep(60)
+    threading.Event().wait()
 
 def waits_in_cycle_1(sample, cycle, request, ctx):
     return waits(sample, cycle, request, ctx) if cycle == 1 else grpo(sample, cycle, request, ctx)
@@ -88,48 +88,35 @@ def test_the_same_seed_gives_the_same_adapter(run_loop):
 def test_a_signal_cancels_closes_and_gives_its_exit_code(folder, remote, number, code):
     arguments = ("--build-loss", "mine:waits", *REMOTE)
     with start_loop(folder, "rl_loop.py", *arguments, **training_on(remote)) as process:
-        next(line for line in process.stderr if "waiting in build_loss" in line)
+        read_until(process.stderr, "waiting in build_loss")
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == code, stderr
     assert "Traceback" not in stderr
     summary = json.loads(stdout)
     assert summary["status"].startswith("ended by")
-    session = WhitneyClient(remote.base_url, remote.api_key).session(summary["session_id"])
-    assert session["status"] == "closed" and [run["status"] for run in session["runs"]] == ["cancelled"]
+    assert left_behind(remote, summary) == ("closed", ["cancelled"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("waits", ["waits", "waits_in_cycle_1"])
 def test_a_second_signal_stops_the_waiting_and_prints_the_command_that_closes(folder, tmp_path, waits):
-    """The service is stopped in build_loss, so that all hangs until the second signal comes: in cycle 1, the saving."""
-    key = "k-of-the-test"
-    command = [sys.executable, "-u", "-m", "whitney_loop.local", "--port", "0", "--storage", str(tmp_path / "s")]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment(WHITNEY_API_KEY=key), text=True, stdout=subprocess.PIPE
-    ) as service:
-        try:
-            base_url = next(line for line in service.stdout if "WHITNEY_BASE_URL=" in line).strip().partition("=")[2]
-            env = {"WHITNEY_API_KEY": key, "WHITNEY_BASE_URL": base_url}
-            with start_loop(folder, "rl_loop.py", "--build-loss", f"mine:{waits}", *REMOTE, **env) as process:
-                printed = ""
-                for line in process.stderr:
-                    printed += line
-                    if "waiting in build_loss" in line:
-                        service.send_signal(signal.SIGSTOP)
-                        process.send_signal(signal.SIGINT)
-                    if "closing what is open" in line:
-                        process.send_signal(signal.SIGINT)
-                        break
-                stdout, stderr = process.communicate(timeout=60)
-        finally:
-            service.kill()
+    """The service is stopped while build_loss waits, so that the clean-up, or in cycle 1 the saving, hangs."""
+    with start_service(tmp_path / "storage") as service:
+        arguments = ("--build-loss", f"mine:{waits}", *REMOTE)
+        with start_loop(folder, "rl_loop.py", *arguments, **training_on(service)) as process:
+            printed = read_until(process.stderr, "waiting in build_loss")
+            service.process.send_signal(signal.SIGSTOP)
+            process.send_signal(signal.SIGINT)
+            printed += read_until(process.stderr, "closing what is open")
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
     printed += stderr
     session_id = json.loads(stdout)["session_id"]
     assert process.returncode == 130, printed
-    assert "Traceback" not in printed and key not in printed
+    assert "Traceback" not in printed and service.api_key not in printed
     assert "may still be open: run run-" in printed
-    assert f"python -m whitney_loop close {session_id} --base-url {base_url}" in printed
+    assert f"python -m whitney_loop close {session_id} --base-url {service.base_url}" in printed
 
 
 # A copy of the one file
@@ -145,7 +132,7 @@ def test_a_copy_of_the_file_alone_runs_with_the_users_module(tmp_path, safe_path
     shutil.copy(EXAMPLES / "grpo_build_loss.py", folder / "mymod.py")
     done = subprocess.run(
         [sys.executable, "rl_loop.py", "--build-loss", "mymod:build_loss", "--lora-rank", "1", "--cycles", "1"],
-        cwd=folder, env=environment(PYTHONPATH=str(ROOT), PYTHONSAFEPATH=safe_path),
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": safe_path},
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -4,9 +4,8 @@ import json
 import re
 import signal
 
-from loop_process import start_loop
 from loop_runs import left_behind, training_on
-from whitney_loop import WhitneyClient
+from processes import read_until, start_loop
 
 
 def test_the_command_of_its_help_halves_the_loss_on_other_data(run_loop):
@@ -28,7 +27,7 @@ def test_token_ids_train_anywhere_and_need_no_evaluation(run_loop, tmp_path, rem
     assert done.returncode == 0, done.stderr
     assert (done.summary["cycles_done"], done.summary["tokens_trained"]) == (2, 3)
     assert "eval_loss_after" not in done.summary
-    assert left_behind(remote, done) == ("closed", ["finished"])
+    assert left_behind(remote, done.summary) == ("closed", ["finished"])
 
 
 def test_data_are_required_away_from_the_embedded_service(run_loop, remote):
@@ -51,9 +50,8 @@ def test_ctrl_c_cancels_the_run_and_closes(tmp_path, remote):
     (tmp_path / "long.jsonl").write_text('{"prompt": [1], "completion": [2]}\n' * 2000)
     arguments = ("--data", "long.jsonl", "--batch-size", "1", "--model", "m", "--lora-rank", "1")
     with start_loop(tmp_path, "sft_loop.py", *arguments, **training_on(remote)) as process:
-        next(line for line in process.stderr if line.startswith("cycle 2 "))
+        read_until(process.stderr, "cycle 2 ")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in stderr
-    session = WhitneyClient(remote.base_url, remote.api_key).session(json.loads(stdout)["session_id"])
-    assert session["status"] == "closed" and {run["status"] for run in session["runs"]} == {"cancelled"}
+    assert left_behind(remote, json.loads(stdout)) == ("closed", ["cancelled"])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from local.byte_payloads import ADAMW, datum, payload
 from whitney_loop.local.byte_lm import ByteLM, ByteLMBackend
 from whitney_loop.local.requests import ServiceError
 from whitney_loop.local.service import Service
 
-WAIT_S = 20.0  # for what takes milliseconds, so that a test that fails ends
+WAIT_S = 20.0  # a test that fails ends; one that passes waits milliseconds
 
 
 class GatedEngine(ByteLM):
@@ -91,30 +93,21 @@ class Bench:
         return self.service.run(self.run_id)
 
 
-def tensor(dtype, *values):
-    return {"dtype": dtype, "shape": [len(values)], "values": list(values)}
+def in_thread(call, *arguments):
+    """Call a function in a thread, and return the future of its result."""
+    return ThreadPoolExecutor(1).submit(call, *arguments)
 
 
 def sample_of(num_samples, **params):
     return {"prompt": {"token_ids": [97]}, "num_samples": num_samples, "sampling_params": params}
 
 
-FORWARD = {
-    "data": [
-        {
-            "input": {"token_ids": [97, 98]},
-            "loss_inputs": {"target_tokens": tensor("int64", 98, 99), "weights": tensor("float32", 0.0, 1.0)},
-        }
-    ],
-    "loss_function": "cross_entropy",
-    "loss_config": {},
-}
-ADAMW = {"type": "adamw", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+FORWARD = payload(datum(b"ab", b"bc", [0.0, 1.0]))
 SAMPLE = sample_of(2, max_tokens=4)
 PAYLOADS = {
     "forward": FORWARD,
     "forward_backward": FORWARD,
-    "optim_step": {"optimizer": ADAMW | {"grad_clip_norm": 0.0}},
+    "optim_step": {"optimizer": ADAMW},
     "sample": SAMPLE,
 }
 
@@ -123,4 +116,5 @@ PAYLOADS = {
 def refusal(status, code):
     with pytest.raises(ServiceError) as refused:
         yield refused
-    assert (refused.value.status, refused.value.code) == (status, code)
+    found = refused.value.status, refused.value.code
+    assert found == (status, code), f"found {found}"

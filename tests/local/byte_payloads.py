@@ -39,9 +39,9 @@ def text_payload(text: bytes):
 
 
 def random_payload(loss, seed, **config):
-    """Tokens from a small alphabet, so that contexts repeat; masked positions, and weights that are fractions.
+    """Return data with repeated contexts (a small alphabet), masked positions, and fractional weights.
 
-    Of the logprobs some are near, and some so far off that the ratio reaches its limit.
+    Some logprobs are near the policy's, and some so far off that the ratio reaches its limit.
     """
     rng = random.Random(seed)
     data = []

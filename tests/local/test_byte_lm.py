@@ -23,7 +23,7 @@ ADAPTER = 771 * 4  # numbers in A and B at rank 4; 514 of the value head follow 
 
 
 def slopes_of(engine, batch):
-    """d loss / d output of every token, as the objectives say it; they have tests of their own."""
+    """Return d loss / d output of every token by the objectives, which have tests of their own."""
     outputs = engine.forward(batch)["outputs"]
     slopes = []
     for output, of_batch in zip(outputs, batch["data"], strict=True):
@@ -34,7 +34,7 @@ def slopes_of(engine, batch):
 
 
 def outputs_of(engine, batch):
-    """The outputs that the loss is taken of, of all data in one list."""
+    """Return the outputs that the loss depends on, of all data in one list."""
     outputs = engine.forward(batch)["outputs"]
     return [x for output in outputs for x in output.get("values", output["logprobs"])]
 
@@ -49,7 +49,7 @@ LOSSES_WITH_CONFIG = [(loss, {}) for loss in sorted(OBJECTIVES)] + [
 
 @pytest.mark.parametrize(("loss", "config"), LOSSES_WITH_CONFIG)
 def test_the_accumulated_gradient_is_that_of_the_loss_by_central_differences(loss, config):
-    """In A, B and the head. What has a stop-gradient is followed through its outputs, with their slopes held."""
+    """In A, B and the head. Losses with a stop-gradient are differentiated by their outputs, with constant slopes."""
     engine = trained()
     batch = random_payload(loss, f"check {loss}", **config)
     engine.forward_backward(batch)

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from local.bench import FORWARD, SAMPLE, WAIT_S, FailingEngine, refusal, sample_of, tensor
+from local.bench import FORWARD, SAMPLE, WAIT_S, FailingEngine, in_thread, refusal, sample_of
+from local.byte_payloads import ADAMW, datum
 from whitney_loop.local import run as run_module
 from whitney_loop.local.byte_lm import ByteLM, ByteLMSampler
 from whitney_loop.local.engine import EngineError
@@ -50,9 +51,7 @@ def test_more_runs_than_the_engine_takes_are_refused_until_one_has_ended(bench):
 
 
 def forward_with(input_tokens=(97, 98), targets=(98, 99)):
-    (datum,) = FORWARD["data"]
-    inputs = datum["loss_inputs"] | {"target_tokens": tensor("int64", *targets)}
-    return FORWARD | {"data": [datum, {"input": {"token_ids": list(input_tokens)}, "loss_inputs": inputs}]}
+    return FORWARD | {"data": [*FORWARD["data"], datum(input_tokens, targets, [0.0, 1.0])]}
 
 
 @pytest.mark.parametrize(
@@ -98,9 +97,8 @@ def test_tokens_at_the_limits_are_accepted(bench):
 def test_a_gradient_clip_is_refused_if_the_engine_has_none(bench):
     made = bench(limits={"clips_gradients": False})
     made.do("forward_backward")
-    optimizer = {"type": "adamw", "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
     with refusal(422, "invalid_payload") as refused:
-        made.post("optim_step", {"optimizer": optimizer | {"grad_clip_norm": 0.5}})
+        made.post("optim_step", {"optimizer": ADAMW | {"grad_clip_norm": 0.5}})
     assert "grad_clip_norm is 0.5, but byte-lm does not clip gradients; send 0" in str(refused.value)
     assert made.do("optim_step")["status"] == "succeeded"
 
@@ -191,18 +189,16 @@ def test_a_run_that_is_finished_while_it_is_allocated_completes_its_operations(b
     allocation = Allocation()
     made = bench(allocation)
     saved = made.post("save_state")
-    answers = []
-    finish = threading.Thread(target=lambda: answers.append(made.service.finish_run(made.run_id)["status"]))
-    finish.start()
+    finish = in_thread(made.service.finish_run, made.run_id)
     allocation.gate.set()
-    finish.join(WAIT_S)
-    assert (answers, made.status(saved)) == (["finished"], "succeeded")
+    assert finish.result(WAIT_S)["status"] == "finished"
+    assert made.status(saved) == "succeeded"
 
 
 # Failures
 
 
-def test_an_engine_that_loses_its_connection_in_training_fails_the_run_in_its_own_name(bench, caplog):
+def test_an_engine_that_loses_its_connection_in_training_fails_the_run_in_its_own_name(bench):
     made = bench(FailingEngine)
     made.engines[0].failure = ConnectionRefusedError(111, "Connection refused", "/secret")
     error = made.do("forward_backward")["error"]
@@ -212,7 +208,7 @@ def test_an_engine_that_loses_its_connection_in_training_fails_the_run_in_its_ow
 
 
 @pytest.mark.parametrize("failure", [ConnectionResetError(104, "reset"), TimeoutError(), OSError("no number")])
-def test_a_lost_connection_while_saving_is_not_the_storages(bench, caplog, failure):
+def test_a_lost_connection_while_saving_is_not_the_storages(bench, failure):
     made = bench(FailingEngine)
     made.engines[0].failure = failure
     assert made.do("save_state")["error"]["code"] == "internal_error"
@@ -255,7 +251,7 @@ def test_cancelling_reaches_a_forward_backward(bench, end):
     assert (ended["status"], ended["error"], made.run()["status"]) == ("cancelled", None, "cancelled")
 
 
-def test_byte_lm_asks_whether_to_proceed_for_each_datum(bench):
+def test_byte_lm_asks_whether_to_proceed_for_each_datum():
     asked = []
     engine = ByteLM(1, 0, lambda: asked.append(1))
     engine.forward_backward(FORWARD | {"data": 3 * FORWARD["data"]})
@@ -327,7 +323,7 @@ def test_an_engine_is_closed_after_it_broke_and_a_close_that_fails_is_only_logge
     assert "Broken could not be closed" in caplog.text
 
 
-def test_an_engine_whose_state_cannot_be_loaded_is_closed(bench, caplog):
+def test_an_engine_whose_state_cannot_be_loaded_is_closed(bench):
     made = bench(Closes)
     state_id = made.do("save_state")["result"]["state_id"]
     made.backend.engine_class = type("Unloadable", (Closes,), {"load_state": lambda self, folder: 1 / 0})

@@ -1,22 +1,20 @@
-"""The service may run for weeks: what it keeps of operations, samplers, sessions and connections is bounded."""
+"""The service may run for weeks: the memory for operations, samplers, sessions and connections is bounded."""
 
 import os
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from processes import start_service
 from whitney_loop import WhitneyClient, adamw_optimizer, forward_backward_payload, rl_datum
 from whitney_loop.local import service as service_module
 from whitney_loop.local.byte_lm import ByteLMBackend
 from whitney_loop.local.requests import ServiceError
 from whitney_loop.local.service import Service
 
-ROOT = Path(__file__).parents[2]
 OPERATIONS = 10_000
-WARM_UP = 2_000  # beyond what is kept: 256 operations and 17 samplers
+WARM_UP = 2_000  # more than is kept: 256 operations and 17 samplers
 LONGEST_WAIT_S = 20.0
 
 SAMPLE = {"prompt": {"token_ids": [97]}, "num_samples": 2, "sampling_params": {"max_tokens": 4}}
@@ -25,7 +23,7 @@ OPTIMIZER = {"optimizer": adamw_optimizer(1e-4)}
 
 
 class Engine(ByteLMBackend):
-    """Computes nothing, so that what grows is the service's own; each of its results takes a kilobyte."""
+    """Computes nothing, so that only the service's own memory can grow; each result takes a kilobyte."""
 
     version = 0
 
@@ -137,26 +135,20 @@ def test_results_of_ended_sessions_are_kept_for_the_newest_only(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the process's memory is read from /proc")
 def test_ten_thousand_real_operations_over_http_stay_within_a_fixed_memory(tmp_path):
-    command = [sys.executable, "-u", "-m", "whitney_loop.local", "--port", "0", "--storage", str(tmp_path)]
-    environment = os.environ | {"WHITNEY_API_KEY": "key-of-the-test"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE) as process:
-        try:
-            base_url = next(line for line in process.stdout if "WHITNEY_BASE_URL=" in line).strip().partition("=")[2]
-            client = WhitneyClient(base_url, "key-of-the-test")
-            run_id = client.create_lora_run(client.create_session("modal"), model="byte-lm", rank=1, seed=1)
+    with start_service(tmp_path) as service:
+        client = WhitneyClient(service.base_url, service.api_key)
+        run_id = client.create_lora_run(client.create_session("modal"), model="byte-lm", rank=1, seed=1)
 
-            def of_run(kind, payload):
-                return client.run_operation(run_id, kind, payload)
+        def of_run(kind, payload):
+            return client.run_operation(run_id, kind, payload)
 
-            def sample(sampler_id):
-                client.sampler_operation(run_id, sampler_id, "sample", SAMPLE)
+        def sample(sampler_id):
+            client.sampler_operation(run_id, sampler_id, "sample", SAMPLE)
 
-            cycles(WARM_UP // 4, of_run, sample)
-            warm = resident(process.pid)
-            cycles((OPERATIONS - WARM_UP) // 4, of_run, sample)
-            assert resident(process.pid) < warm + 8 * 2**20  # the model's base, computed as bytes come up: 2 MB
-        finally:
-            process.terminate()
+        cycles(WARM_UP // 4, of_run, sample)
+        warm = resident(service.process.pid)
+        cycles((OPERATIONS - WARM_UP) // 4, of_run, sample)
+        assert resident(service.process.pid) < warm + 8 * 2**20  # the model's base, computed as bytes come up: 2 MB
 
 
 def resident(pid):

@@ -1,4 +1,4 @@
-"""The losses against MATH's reference vectors and against differences, and what must not leak from masked tokens."""
+"""The losses against MATH's reference vectors and against differences; and masked tokens leak nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def exp(log_ratio):
 
 
 def formula(name, p, sg_p, tensors, config):
-    """MATH's table, written out once more: each token's term without w. ``sg_p`` stands where MATH has sg of p."""
+    """Return each token's term without w, by MATH's table; ``sg_p`` is its sg(p)."""
     if name == "cross_entropy":
         return [-x for x in p]
     if name == "ppo_critic":
@@ -89,7 +89,7 @@ def formula(name, p, sg_p, tensors, config):
     mean = sum(sg_p[t] - q[t] for t in counted) / len(counted)
     terms = []
     for x, sg_x, y, a, low, high in zip(p, sg_p, q, advantages, lows, highs, strict=True):
-        # The limit is a constant beyond itself, so gspo's exp(p − sg(p)) must not move there either.
+        # Beyond the limit the ratio is constant, so gspo's exp(p − sg(p)) must be constant there too.
         token_ratio = exp(mean) * (math.exp(x - sg_x) if abs(mean) <= 20 else 1.0)
         rose, fell = (sign * (math.exp(sg_x) - math.exp(y)) for sign in (1, -1))
         masked = (a > 0 and rose > config.get("delta_high", 0.2)) or (a < 0 and fell > config.get("delta_low", 0.2))
@@ -125,7 +125,7 @@ CASES = [(name, config) for name in sorted(OBJECTIVES) for config in ({}, CONFIG
 
 
 def random_datum(rng, gaps, n=12):
-    """p below 0, or v, near what it was; masked positions, weights that are fractions, one of them negative."""
+    """Return p below 0, or v, near the old one, with masked positions and fractional weights, one of them negative."""
     x = [-rng.expovariate(0.5) for _ in range(n)]
     old = [now - rng.uniform(*rng.choice(gaps)) for now in x]
     x = [now + min(0.0, -before) for now, before in zip(x, old, strict=True)]  # both are logprobs
@@ -146,7 +146,7 @@ def assert_value_and_gradient_are_those_of_the_formula(name, x, tensors, config)
     step = 1e-6
     above, below = (formula(name, [v + sign * step for v in x], x, tensors, config) for sign in (1, -1))
     for t, w in enumerate(tensors["weights"]):
-        # Term by term: beside a ratio of 5e8 the others' differences would drown.
+        # Term by term: in a sum with a ratio of 5e8 the differences of the others would be lost.
         difference = w * (above[t] - below[t]) / (2 * step)
         assert found.slopes[t] == pytest.approx(difference, rel=1e-6, abs=1e-7), t
 
@@ -330,7 +330,7 @@ def test_a_nan_at_a_position_that_counts_makes_the_loss_nan(name, config):
 @pytest.mark.parametrize(("name", "config"), CASES)
 @pytest.mark.parametrize("huge", [3e38, -3e38, 1e300])
 def test_huge_numbers_raise_nothing(name, config, huge):
-    """What they make of the loss is the engine's to judge: a logprob of 3e38 is nonsense, but no reason to break."""
+    """A logprob of 3e38 is nonsense but raises nothing: the engine judges the loss."""
     keys = ("logprobs", "advantages", "values", "returns", "weights")
     for broken in keys:
         tensors = {key: [huge if key == broken else 1.0] for key in keys}

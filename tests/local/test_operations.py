@@ -71,7 +71,7 @@ def test_samples_of_another_sampler_and_other_operations_end_a_batch(bench):
 
 
 @pytest.mark.parametrize("failure", [EngineError("out_of_memory", "too many"), RuntimeError()])
-def test_if_a_batch_fails_each_sample_is_asked_for_alone(bench, caplog, failure):
+def test_samples_of_a_batch_that_failed_are_taken_one_by_one(bench, failure):
     made, alone = bench(Batches), bench(ByteLM)
     made.engines[0].failure = failure
     results = results_of_waiting_samples(made, [made.save()] * 3, REQUESTS)

@@ -1,4 +1,4 @@
-"""The README of the embedded service: its Python runs, and it names every part of an engine."""
+"""The README of the embedded service names every part of an engine, and its error codes exist."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ import pytest
 from whitney_loop.local import engine
 
 README = (Path(engine.__file__).parent / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"(?ms)^```python\n(.*?)^```", README)
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_every_python_block_runs(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
 
 @pytest.mark.parametrize("protocol", [engine.Backend, engine.Engine, engine.Sampler, engine.BatchSampler])

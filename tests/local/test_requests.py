@@ -1,4 +1,4 @@
-"""What a body must be; most of it is asked over HTTP by the contract tests."""
+"""The rules for a body; the contract tests check most of them over HTTP."""
 
 from __future__ import annotations
 

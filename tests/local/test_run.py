@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from local.bench import SAMPLE, WAIT_S, FailingEngine, refusal, sample_of
+from local.bench import WAIT_S, FailingEngine, in_thread, refusal, sample_of
 from whitney_loop.local import run as run_module
 from whitney_loop.local.byte_lm import ByteLM, ByteLMSampler
 from whitney_loop.local.engine import EngineError
@@ -26,12 +26,9 @@ def test_a_run_can_be_asked_while_it_computes(busy):
 
 
 def test_a_long_poll_ends_with_its_operation(busy):
-    answers = []
-    poll = threading.Thread(target=lambda: answers.append(busy.wait(busy.first)["status"]))
-    poll.start()
+    poll = in_thread(busy.wait, busy.first)
     busy.engine.gate.release()
-    poll.join(WAIT_S)
-    assert answers == ["succeeded"]
+    assert poll.result(WAIT_S)["status"] == "succeeded"
 
 
 def test_a_long_poll_is_limited(busy, monkeypatch):
@@ -82,12 +79,9 @@ def test_a_finishing_run_takes_no_more_and_is_active_until_its_queue_is_done(bus
 
 
 def test_finish_answers_when_the_queue_is_done(busy):
-    answers = []
-    finish = threading.Thread(target=lambda: answers.append(busy.service.finish_run(busy.run_id)["status"]))
-    finish.start()
+    finish = in_thread(busy.service.finish_run, busy.run_id)
     busy.engine.gate.release(2)
-    finish.join(WAIT_S)
-    assert answers == ["finished"]
+    assert finish.result(WAIT_S)["status"] == "finished"
 
 
 def test_a_finishing_run_can_still_be_cancelled(busy, monkeypatch):
@@ -100,12 +94,9 @@ def test_a_finishing_run_can_still_be_cancelled(busy, monkeypatch):
 
 
 def test_stopping_wakes_a_long_poll_even_if_the_engine_does_not_end(busy):
-    answers = []
-    poll = threading.Thread(target=lambda: answers.append(busy.wait(busy.first, wait_s=60)["status"]))
-    poll.start()
+    poll = in_thread(busy.wait, busy.first, 60)
     busy.service.stop(0.0)
-    poll.join(WAIT_S / 2)
-    assert answers == ["running"]
+    assert poll.result(WAIT_S)["status"] == "running"
 
 
 def test_no_more_operations_may_wait_than_are_kept(busy, monkeypatch):
@@ -203,7 +194,7 @@ def test_an_engine_that_breaks_in_training_fails_the_run(bench, failure, caplog)
     assert made.service.cancel_run(made.run_id)["status"] == "failed"
 
 
-def test_an_engine_that_breaks_without_training_fails_the_operation_only(bench, caplog):
+def test_an_engine_that_breaks_without_training_fails_the_operation_only(bench):
     made = bench(FailingEngine)
     made.engines[0].failure = RuntimeError()
     assert made.do("forward")["error"]["code"] == "internal_error"
@@ -220,7 +211,7 @@ def test_an_engines_own_refusal_fails_the_operation_with_its_words(bench, caplog
     assert not caplog.records
 
 
-def test_a_storage_that_cannot_be_written_fails_the_operation_only(bench, caplog):
+def test_a_storage_that_cannot_be_written_fails_the_operation_only(bench):
     made = bench(FailingEngine)
     made.engines[0].failure = OSError(28, "No space left on device", "/secret/path")
     operation = made.do("save_state")
@@ -231,7 +222,7 @@ def test_a_storage_that_cannot_be_written_fails_the_operation_only(bench, caplog
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_nan_never_leaves_the_service(bench, monkeypatch, number, caplog):
+def test_nan_never_leaves_the_service(bench, monkeypatch, number):
     monkeypatch.setattr(ByteLM, "forward", lambda self, payload: {"loss": number})
     operation = bench().do("forward")
     assert (operation["status"], operation["result"]) == ("failed", None)
@@ -240,13 +231,17 @@ def test_nan_never_leaves_the_service(bench, monkeypatch, number, caplog):
 # Seeds
 
 
-@pytest.mark.parametrize(("params", "expected"), [({}, "run:1:2"), ({"seed": 0}, "request:0")])
-def test_a_sample_is_seeded_by_its_own_seed_or_by_run_and_seq_id(bench, params, expected):
-    made = bench()
-    sampler_id = made.save()
-    sampler = made.service._runs[made.run_id]._samplers[1]
-    plain = made.do("sample", SAMPLE | {"sampling_params": {"max_tokens": 4} | params}, sampler_id)
-    assert plain["result"]["sequences"] == sampler.sample(SAMPLE, expected)
+@pytest.mark.parametrize(("params", "is_repeated"), [({}, False), ({"seed": 0}, True)])
+def test_a_sample_is_seeded_by_its_own_seed_or_by_run_and_seq_id(bench, params, is_repeated):
+    def two_samples(**fields):
+        made = bench(**fields)
+        sampler_id = made.save()
+        return [made.do("sample", sample_of(8, max_tokens=8, **params), sampler_id)["result"] for _ in range(2)]
+
+    first, second = two_samples()
+    assert (first == second) == is_repeated
+    assert two_samples() == [first, second]
+    assert (two_samples(seed=2) == [first, second]) == is_repeated
 
 
 def test_the_same_run_twice_gives_the_same_results(bench):

@@ -1,4 +1,4 @@
-"""What is the HTTP front's own: malformed requests, limits, headers, the end of the server, the command line."""
+"""The HTTP front: malformed requests, limits, headers, the end of the server, the command line."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from local.bench import WAIT_S, in_thread
 from whitney_loop.local import serve, server
 from whitney_loop.local.byte_lm import ByteLMBackend
 from whitney_loop.local.engine import EngineError
@@ -25,7 +26,6 @@ from whitney_loop.local.server import MAX_BODY_BYTES, Handler
 from whitney_loop.local.service import Service
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0  # for what takes milliseconds: a test that fails ends
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def address(served):
 
 
 def parsed(raw):
-    """Status, headers and body of an answer in bytes, which is always JSON."""
+    """Return status, headers and body of an answer in bytes, which is always JSON."""
     head, _, body = raw.partition(b"\r\n\r\n")
     status_line, *lines = head.decode().split("\r\n")
     headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
@@ -50,7 +50,7 @@ def parsed(raw):
 
 
 def send(served, *lines, body=b"", authorised=True):
-    """Send a request line by line as it stands, and read until the server closes."""
+    """Send the lines unchanged as a request, and read until the server closes."""
     if authorised:
         lines = (*lines, f"Authorization: Bearer {served.api_key}")
     request = "\r\n".join([*lines, "", ""]).encode("latin-1") + body
@@ -79,7 +79,7 @@ def post(served, body, *lines):
         ("GET / HTTP/1.1" + "\r\nX: y" * 200, 431),
     ],
 )
-def test_what_http_server_itself_refuses_is_json_as_well(served, line, status):
+def test_refusals_of_http_server_itself_are_json(served, line, status):
     found, _, body = send(served, line)
     assert found == status
     assert body["error"].keys() >= {"code", "message", "retryable"}
@@ -299,7 +299,7 @@ def test_a_client_that_sends_nothing_more_is_let_go(served, monkeypatch):
         assert connection.recv(1) == b""
 
 
-def test_a_client_that_sends_a_byte_now_and_then_is_let_go_all_the_same(served, monkeypatch):
+def test_a_client_that_sends_a_byte_now_and_then_is_let_go_too(served, monkeypatch):
     monkeypatch.setattr(server, "_REQUEST_S", 0.2)
     with socket.create_connection(address(served), timeout=WAIT_S) as connection:
         connection.sendall(b"GET /")
@@ -318,7 +318,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_let_go_all_the_same(served, 
     pytest.fail("it was served for ever")
 
 
-def test_a_client_that_waits_for_an_answer_is_no_slow_one(tmp_path, monkeypatch):
+def test_a_client_that_waits_for_an_answer_does_not_count_as_slow(tmp_path, monkeypatch):
     made, begin = [], server.LocalServer.__init__
     monkeypatch.setattr(server.LocalServer, "__init__", lambda self, *given: made.append(self) or begin(self, *given))
     monkeypatch.setattr(Service, "operation", lambda self, *_: {"reading": len(made[0].reading)})
@@ -335,7 +335,7 @@ def test_connections_are_limited_in_number(tmp_path, monkeypatch):
                 assert second.recv(1) == b""
 
 
-def test_where_no_connection_can_be_opened_accepting_pauses(tmp_path, monkeypatch):
+def test_accepting_pauses_if_no_connection_can_be_opened(tmp_path, monkeypatch):
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     listening = server.LocalServer(Service(tmp_path), "key")
@@ -373,7 +373,6 @@ def test_a_waiting_long_poll_is_answered_when_the_server_ends(tmp_path, monkeypa
     monkeypatch.setattr(Service, "operation", operation)
     gate = threading.Event()
     monkeypatch.setattr("whitney_loop.local.byte_lm.ByteLM.sampler", lambda self: gate.wait(WAIT_S) and 1 / 0)
-    answers = []
     with serve(tmp_path) as served:
         run_id = a_run(served)
         posted = [
@@ -381,14 +380,10 @@ def test_a_waiting_long_poll_is_answered_when_the_server_ends(tmp_path, monkeypa
             for seq_id, kind in enumerate(["save_weights_for_sampler", "save_state"], start=1)
         ]
         path = f"runs/{run_id}/operations/{posted[1]['operation_id']}?wait_s=60"
-        poll = threading.Thread(target=lambda: answers.append(call(served, "GET", path)["status"]))
-        poll.start()
+        poll = in_thread(call, served, "GET", path)
         assert polling.wait(WAIT_S)
         gate.set()
-        started = time.monotonic()
-    poll.join(WAIT_S)
-    assert answers[0] in ("cancelled", "running", "succeeded")  # as it was when the service ended
-    assert time.monotonic() - started < WAIT_S
+    assert poll.result(WAIT_S)["status"] in ("cancelled", "running", "succeeded")  # as it was when the service ended
 
 
 def test_serve_keeps_states_in_the_current_folder_by_default(tmp_path, monkeypatch):
@@ -403,7 +398,7 @@ def test_serve_keeps_states_in_the_current_folder_by_default(tmp_path, monkeypat
 
 
 def test_an_engine_that_cannot_be_made_is_no_fault_of_the_service(tmp_path):
-    """A 5xx would be asked again; 422 and a failed run tell the engine's words at once."""
+    """A 5xx would be retried; a 422 and a failed run give the engine's words at once."""
 
     class Full(ByteLMBackend):
         largest_rank = 8
@@ -448,7 +443,7 @@ def command(tmp_path, *options, **environment):
 
 
 def served_by(process, key=None):
-    """What the command says of itself, as ``serve`` has it; all that it printed so far."""
+    """Return URL and key that the command printed, as an object like that of ``serve``; and the text so far."""
     printed = "".join(process.stdout.readline() for _ in range(3))
     url = re.search(r"^WHITNEY_BASE_URL=(\S+)$", printed, re.MULTILINE)[1]
     said_key = re.search(r"^WHITNEY_API_KEY=(.+)$", printed, re.MULTILINE)[1]
@@ -502,7 +497,7 @@ def test_the_command_never_prints_the_key_of_the_environment(tmp_path):
         assert "from-the-environment" not in printed + "".join(process.communicate(timeout=WAIT_S))
 
 
-def test_it_listens_on_another_address_where_it_is_told_to_and_warns(tmp_path):
+def test_the_command_listens_on_the_given_host_and_warns(tmp_path):
     with command(tmp_path, "--port", "0", "--host", "127.0.0.2", WHITNEY_API_KEY="key-of-the-test") as process:
         served, _ = served_by(process, key="key-of-the-test")
         assert address(served)[0] == "127.0.0.2"
@@ -521,7 +516,7 @@ def test_a_taken_port_is_one_line_and_exit_2(tmp_path, served):
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "x"])
-def test_a_port_that_is_none_is_refused(tmp_path, port):
+def test_an_invalid_port_is_refused(tmp_path, port):
     with command(tmp_path, f"--port={port}") as process:
         _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from local.bench import WAIT_S, refusal
+from local.bench import WAIT_S, in_thread, refusal
 from whitney_loop.local import service as service_module
 from whitney_loop.local.byte_lm import ByteLM
 
@@ -58,19 +58,11 @@ def test_two_requests_at_once_with_one_key_make_one_run(bench):
 
     made.backend.engine_class = slow_engine
     body = {"model": "byte-lm", "lora": {"rank": 1}}
-    answers = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(made.service.create_run(made.session_id, body, "key")["run_id"]))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
+    one, other = (in_thread(made.service.create_run, made.session_id, body, "key") for _ in range(2))
     assert entered.acquire(timeout=WAIT_S)
     assert not entered.acquire(timeout=0.05)  # the other one waits for it; a second engine would begin at once
     gate.release(2)
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert answers[0] == answers[1]
+    assert one.result(WAIT_S)["run_id"] == other.result(WAIT_S)["run_id"]
 
 
 def test_a_stopped_service_makes_no_session(bench):

@@ -25,7 +25,7 @@ def test_a_state_is_a_folder_of_its_engines_beside_a_file_that_names_its_origin(
 
 
 @pytest.mark.parametrize("kind", ["save_state", "export_lora"])
-def test_a_save_that_fails_leaves_nothing(bench, tmp_path, monkeypatch, caplog, kind):
+def test_a_save_that_fails_leaves_nothing(bench, tmp_path, monkeypatch, kind):
     def disk_full(engine, folder, **_):
         (folder / "half").write_text("written")
         raise OSError(28, "No space left on device")
@@ -66,7 +66,7 @@ def test_a_state_of_another_engine_is_refused_by_name(bench, tmp_path):
     assert 'saved by the engine "another-engine"; this service runs "byte-lm"' in str(refused.value)
 
 
-def test_a_state_that_the_engine_cannot_load_fails_the_run_without_telling_its_path(bench, tmp_path, caplog):
+def test_a_state_that_the_engine_cannot_load_fails_the_run_without_telling_its_path(bench, tmp_path):
     made = bench()
     state_id = made.do("save_state")["result"]["state_id"]
     (tmp_path / "storage" / "states" / state_id / "engine" / "state.json").write_bytes(b"damaged")
@@ -77,7 +77,7 @@ def test_a_state_that_the_engine_cannot_load_fails_the_run_without_telling_its_p
 
 
 @pytest.mark.parametrize("content", [b"damaged", b"[]", b"{}"])
-def test_a_state_of_unknown_origin_is_refused_without_its_path(bench, tmp_path, caplog, content):
+def test_a_state_of_unknown_origin_is_refused_without_its_path(bench, tmp_path, content):
     made = bench()
     state_id = made.do("save_state")["result"]["state_id"]
     (tmp_path / "storage" / "states" / state_id / "origin.json").write_bytes(content)

@@ -1,4 +1,4 @@
-"""One cycle: what is sampled and trained on together, and how results are put together."""
+"""One cycle: its batch of samples, its training payload, and results that are merged."""
 
 import json
 import re
@@ -8,9 +8,8 @@ import pytest
 import safetensors_file
 from between import Between, changing_results
 from gate import Gate
-from loop_runs import GRPO, metrics_of, training_on, write_requests
-from scripted_server import ScriptedServer, operation, reply, run
-from whitney_loop.local import serve
+from loop_runs import GRPO, entries_of, metrics_of, training_on, write_requests
+from scripted_server import OFFER, ScriptedServer, operation, reply, run
 from whitney_loop.loop import merged_results
 from whitney_loop.loop.cycle import split_payload
 
@@ -39,10 +38,6 @@ def train(run_loop, tmp_path):
     return run
 
 
-def asked_in(folder):
-    return [json.loads(line) for line in (folder / "asked.jsonl").read_text().splitlines()]
-
-
 def test_a_cycle_samples_a_batch_and_trains_on_all_of_it_at_once(train, tmp_path):
     done = train("mine:tells", "--batch-size", "4", "--cycles", "2")
     assert done.returncode == 0, done.stderr
@@ -51,19 +46,19 @@ def test_a_cycle_samples_a_batch_and_trains_on_all_of_it_at_once(train, tmp_path
         "save_state": 1, "export_lora": 1,
     }  # fmt: skip
     assert 0 < done.summary["tokens_sampled"] == done.summary["tokens_trained"]
-    taken = [bytes(request["prompt"]["token_ids"]).decode() for _, request in asked_in(tmp_path)]
+    taken = [bytes(request["prompt"]["token_ids"]).decode() for _, request in entries_of(tmp_path / "asked.jsonl")]
     assert sorted(taken) == sorted(PROMPTS)
 
 
-def test_all_prompts_of_a_cycle_are_in_flight_together(train, tmp_path):
-    """On a service that works on eight samples at a time, eight take no longer than one."""
-    with serve(tmp_path / "storage") as service, Gate(service, together=8) as gate:
+def test_all_prompts_of_a_cycle_are_in_flight_together(train, tmp_path, remote):
+    """The service answers no sample before all eight were submitted."""
+    with Gate(remote, together=8) as gate:
         arguments = ("--model", "byte-lm", "--batch-size", "8", "--cycles", "2")
         done = train("mine:tells", *arguments, **training_on(gate))
     assert done.returncode == 0, done.stderr
     assert gate.opened_in_time and gate.most_in_flight == 8
     assert gate.kinds[:10] == ["save_weights_for_sampler", *["sample"] * 8, "forward_backward"]
-    assert gate.sampled == [request for _, request in asked_in(tmp_path)]
+    assert gate.sampled == [request for _, request in entries_of(tmp_path / "asked.jsonl")]
 
 
 def test_more_updates_train_more_often_on_the_same_sample(train):
@@ -80,14 +75,12 @@ def test_reinforce_pp_normalises_over_the_whole_batch(train):
 
 def test_a_sample_that_cannot_be_trained_on_never_reaches_build_loss(train, tmp_path):
     (tmp_path / "never.py").write_text("def build_loss(sample, cycle, request, ctx):\n    raise AssertionError\n")
-    offer = reply({"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]})
     saved = operation(kind="save_weights_for_sampler", result={"sampler_id": "smp-1", "version": 0})
     sampled = operation(kind="sample", seq_id=2, result={"sequences": [{"tokens": [1, 2], "logprobs": [-1.0]}]})
-    script = [offer, reply({"session_id": "ses-1"}), run(), run(), run(), saved, sampled]
+    script = [OFFER, reply({"session_id": "ses-1"}), run(), run(), run(), saved, sampled]
     script += [run("cancelling"), run("cancelled"), reply({"session_id": "ses-1", "status": "closed"})]
     with ScriptedServer(*script) as server:
-        env = {"WHITNEY_BASE_URL": server.base_url, "WHITNEY_API_KEY": "k"}
-        done = train("never:build_loss", "--model", "byte-lm", **env)
+        done = train("never:build_loss", "--model", "byte-lm", **training_on(server))
     assert done.returncode == 1 and "Traceback" not in done.stderr and "AssertionError" not in done.stderr
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "sequences[0]" in error and "logprobs" in error

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from loop_runs import GRPO, training_on, write_requests
-from scripted_server import ScriptedServer, refusal, reply
+from scripted_server import OFFER, ScriptedServer, refusal
 from whitney_loop import sample_request
 from whitney_loop.loop import place
 
 RL = ("rl_loop", "--dry-run", "--build-loss", GRPO, "--model", "byte-lm", "--sample-json", "one.jsonl")
-OFFER = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
 VOWELS = "grpo_build_loss:reward"
 LAST_LINE = "dry run: everything that needs no session was checked; none was created\n"
 
@@ -22,13 +21,9 @@ def one_request(tmp_path):
     write_requests(tmp_path / "one.jsonl", ["the "])
 
 
-def scripted(server):
-    return {"WHITNEY_BASE_URL": server.base_url, "WHITNEY_API_KEY": "k"}
-
-
 def test_a_dry_run_asks_for_capabilities_and_nothing_else(run_loop):
-    with ScriptedServer(reply({"providers": {"modal": OFFER}})) as server:
-        done = run_loop(*RL, **scripted(server))
+    with ScriptedServer(OFFER) as server:
+        done = run_loop(*RL, **training_on(server))
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.endswith(LAST_LINE)
     assert "the service takes the key and offers save_weights_for_sampler, sample" in done.stderr
@@ -51,7 +46,7 @@ def test_every_loop_has_a_dry_run_that_creates_nothing(run_loop, tmp_path, remot
 
 
 def costs_at_most(done):
-    """{operation or kind of tokens: number} of the line that tells the cost."""
+    """Return {operation or kind of tokens: number} of the line about the cost."""
     [line] = re.findall(r"(?m)^the loop's own operations are at most: (.*)\. Not counted: ", done.stderr)
     return {name: int(number) for number, name in (part.split(" ", 1) for part in line.split(", "))}
 
@@ -104,14 +99,14 @@ def test_a_dry_run_notes_prompts_that_are_sampled_once(run_loop, tmp_path, remot
 
 
 def test_a_dry_run_asks_for_save_state_if_states_are_to_be_saved_on_the_way(run_loop):
-    with ScriptedServer(reply({"providers": {"modal": OFFER}})) as server:
-        done = run_loop(*RL, "--save-every", "2", **scripted(server))
+    with ScriptedServer(OFFER) as server:
+        done = run_loop(*RL, "--save-every", "2", **training_on(server))
     assert done.returncode == 1 and "does not offer save_state for modal" in done.stderr
 
 
 def test_a_dry_run_that_finds_a_mistake_names_the_first(run_loop):
     with ScriptedServer(refusal(401, "unauthorized")) as server:
-        done = run_loop(*RL, **scripted(server))
+        done = run_loop(*RL, **training_on(server))
     assert done.returncode == 1 and "status 401" in done.stderr and "Traceback" not in done.stderr
     done = run_loop(*RL, "--sample-json", "nowhere.json")
     assert (done.returncode, done.stdout) == (2, "") and "nowhere.json" in done.stderr
@@ -139,5 +134,5 @@ def test_a_dry_run_looks_at_the_journal_and_leaves_it(run_loop, tmp_path):
 def test_a_dry_run_does_not_wait_long_for_a_service_that_cannot_serve_now(run_loop, monkeypatch):
     monkeypatch.setattr(place, "_DRY_RUN_S", 0.1)
     with ScriptedServer(*[refusal(503, "busy")] * 100) as server:
-        done = run_loop(*RL, **scripted(server))
+        done = run_loop(*RL, **training_on(server))
     assert done.returncode == 1 and "this is busy" in done.stderr

@@ -5,20 +5,21 @@ from collections import Counter
 import pytest
 
 from fault_proxy import FAULTS, FaultProxy
-from loop_in_process import adapter_of, left_open
+from loop_in_process import left_open
+from loop_runs import adapter_of
 from whitney_loop.local import serve
 
 
 def check_that_faults_change_nothing(loop, executed_operations, all_sessions, tmp_path, *, cycles, **proxy_options):
     with serve(tmp_path / "plain") as service:
-        code, summary, err = loop(service, service.base_url, cycles)
+        code, summary, err = loop(service, cycles)
         assert code == 0, err
         expected = adapter_of(summary)
         operations = 4 * cycles + 2
         assert [seq_id for _, seq_id in executed_operations] == list(range(1, operations + 1))
     executed_operations.clear()
-    with serve(tmp_path / "faulty") as service, FaultProxy(service.base_url, **proxy_options) as proxy:
-        code, summary, err = loop(service, proxy.base_url, cycles)
+    with serve(tmp_path / "faulty") as service, FaultProxy(service, **proxy_options) as proxy:
+        code, summary, err = loop(proxy, cycles)
         assert code == 0, err
         assert left_open(all_sessions()) == []
     assert adapter_of(summary) == expected
@@ -51,7 +52,7 @@ def test_a_fault_on_a_fifth_of_all_exchanges_gives_the_same_adapter_and_runs_eve
 
 
 def after(count, what):
-    """A predicate that lets the first ``count`` of the requests that are ``what`` pass, and no other of them."""
+    """Return a predicate: true for the requests that are ``what``, after the first ``count`` of them."""
     seen = []
 
     def only(method, path):
@@ -78,11 +79,11 @@ def is_submit(method, path):
     ],
 )
 def test_an_operation_without_an_answer_ends_the_loop_which_says_what_is_known_and_closes(
-    loop, executed_operations, all_sessions, tmp_path, kind, outcome
+    loop, executed_operations, all_sessions, service, kind, outcome
 ):
     only = after(6, is_submit)
-    with serve(tmp_path) as service, FaultProxy(service.base_url, rate=1, kinds=[kind], only=only) as proxy:
-        code, summary, err = loop(service, proxy.base_url, 5, submit_timeout_s=1.0, exchange_timeout_s=1.0)
+    with FaultProxy(service, rate=1, kinds=[kind], only=only) as proxy:
+        code, summary, err = loop(proxy, 5, submit_timeout_s=1.0, exchange_timeout_s=1.0)
         assert left_open(all_sessions()) == []
     assert code == 1 and summary["status"] == "failed"
     assert f"outcome {outcome}" in err.splitlines()[-1] and "seq_id 7" in err.splitlines()[-1]
@@ -91,12 +92,10 @@ def test_an_operation_without_an_answer_ends_the_loop_which_says_what_is_known_a
     assert all(count == 1 for count in Counter(executed_operations).values())
 
 
-def test_a_service_that_answers_nothing_any_more_is_reported_with_ids_and_command(
-    loop, executed_operations, all_sessions, tmp_path
-):
+def test_a_service_that_answers_nothing_any_more_is_reported_with_ids_and_command(loop, service):
     only = after(9, lambda method, path: True)
-    with serve(tmp_path) as service, FaultProxy(service.base_url, rate=1, kinds=["drop request"], only=only) as proxy:
-        code, summary, err = loop(service, proxy.base_url, 5, submit_timeout_s=1.0, exchange_timeout_s=1.0)
+    with FaultProxy(service, rate=1, kinds=["drop request"], only=only) as proxy:
+        code, summary, err = loop(proxy, 5, submit_timeout_s=1.0, exchange_timeout_s=1.0)
         assert code == 1
         session_id, run_id = summary["session_id"], summary["run_id"]
         assert f"may still be open: run {run_id}" in err and f"may still be open: session {session_id}" in err

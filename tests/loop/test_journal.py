@@ -1,4 +1,4 @@
-"""A loop that is killed outright, with nothing of its own left to run, is cleaned up after by its journal."""
+"""The journal: after a loop was killed, --recover closes what it left open."""
 
 import errno
 import json
@@ -11,8 +11,8 @@ import pytest
 
 from fault_proxy import FaultProxy
 from loop_in_process import left_open
-from loop_started import read_until, start_loop
-from scripted_server import ScriptedServer, reply, run
+from processes import read_until, start_impatient_loop
+from scripted_server import OFFER, ScriptedServer, reply, run
 from whitney_loop import WhitneyClient
 from whitney_loop.local.service import Service
 from whitney_loop.loop import journal as journal_module
@@ -29,7 +29,7 @@ def journal(tmp_path):
 
 
 def facts_of(journal):
-    """What its lines say together."""
+    """Return the facts of all its lines."""
     facts = {}
     for line in journal.read_text().splitlines():
         facts |= json.loads(line)
@@ -40,7 +40,7 @@ def facts_of(journal):
 
 
 class KilledAt:
-    """Kill the process when its n-th request to such a path has come; it and all later ones meet a fault."""
+    """Kill the process at its n-th request to a path with this ending; this and all later requests meet a fault."""
 
     def __init__(self, n, ending=""):
         self.n, self.ending, self.process, self.started = n, ending, None, threading.Event()
@@ -55,11 +55,9 @@ class KilledAt:
 
 
 def kill_loop(service, folder, at, kind):
-    """Run a loop until it is killed, and let its journal name the address where the service lives on."""
-    with FaultProxy(service.base_url, rate=1, kinds=[kind], only=at) as proxy:
-        at.process = start_loop(
-            folder, proxy.base_url, service.api_key, *JOURNAL, build_loss="opens_a_second_run", cycles=1
-        )
+    """Run a loop until it is killed, and replace the proxy's address in its journal by that of the service."""
+    with FaultProxy(service, rate=1, kinds=[kind], only=at) as proxy:
+        at.process = start_impatient_loop(folder, proxy, *JOURNAL, build_loss="opens_a_second_run", cycles=1)
         at.started.set()
         at.process.communicate(timeout=60)
     journal = folder / "journal.json"
@@ -70,7 +68,7 @@ def kill_loop(service, folder, at, kind):
 
 def check_that_recovery_closes_everything(loop, service, all_sessions, journal):
     more = RECOVER if journal.exists() else JOURNAL
-    code, _, err = loop(service, service.base_url, 1, *more, submit_timeout_s=5.0, exchange_timeout_s=5.0)
+    code, _, err = loop(service, 1, *more, submit_timeout_s=5.0, exchange_timeout_s=5.0)
     assert code == 0, err
     assert left_open(all_sessions()) == [], err
     assert not journal.exists()
@@ -93,9 +91,7 @@ def test_after_a_kill_at_any_exchange_recovery_closes_everything(
 
 
 @pytest.mark.parametrize(("path", "left"), [("/sessions", 1), ("/runs", 2)])
-def test_what_was_created_although_no_answer_came_is_closed_by_recovery(
-    loop, service, all_sessions, tmp_path, journal, path, left
-):
+def test_recovery_closes_what_was_created_without_an_answer(loop, service, all_sessions, tmp_path, journal, path, left):
     assert kill_loop(service, tmp_path, KilledAt(1, path), "drop reply") == -9
     assert len(left_open(all_sessions())) == left
     assert ("session_id" in journal.read_text().partition("\n")[2]) == (path == "/runs")
@@ -106,7 +102,7 @@ def test_what_was_created_although_no_answer_came_is_closed_by_recovery(
 def test_after_a_kill_at_any_moment_recovery_closes_everything(
     loop, user_module, service, all_sessions, tmp_path, journal, delay
 ):
-    process = start_loop(tmp_path, service.base_url, service.api_key, *JOURNAL)
+    process = start_impatient_loop(tmp_path, service, *JOURNAL)
     threading.Event().wait(delay)
     process.kill()
     process.communicate(timeout=60)
@@ -117,14 +113,14 @@ def test_after_a_kill_at_any_moment_recovery_closes_everything(
 
 
 def test_a_closed_session_leaves_no_journal(loop, service, journal):
-    assert loop(service, service.base_url, 1, *JOURNAL)[0] == 0
+    assert loop(service, 1, *JOURNAL)[0] == 0
     assert not journal.exists()
-    assert loop(service, service.base_url, 1, *JOURNAL, build_loss="never_saturates:fails")[0] == 1
+    assert loop(service, 1, *JOURNAL, build_loss="never_saturates:fails")[0] == 1
     assert not journal.exists()
 
 
 def test_a_journal_says_where_and_what_and_never_the_key(loop, service, tmp_path):
-    code, summary, _ = loop(service, service.base_url, 1, *JOURNAL, build_loss="never_saturates:copies_the_journal")
+    code, summary, _ = loop(service, 1, *JOURNAL, build_loss="never_saturates:copies_the_journal")
     assert code == 0
     facts = facts_of(tmp_path / "copy.json")
     assert (facts["base_url"], facts["session_id"]) == (service.base_url, summary["session_id"])
@@ -133,8 +129,8 @@ def test_a_journal_says_where_and_what_and_never_the_key(loop, service, tmp_path
 
 
 def test_a_session_that_could_not_be_closed_keeps_its_journal(loop, service, journal):
-    with FaultProxy(service.base_url, rate=1, kinds=["503"], only=lambda _, path: path.endswith("/close")) as proxy:
-        assert loop(service, proxy.base_url, 1, *JOURNAL, submit_timeout_s=1.0)[0] == 1
+    with FaultProxy(service, rate=1, kinds=["503"], only=lambda _, path: path.endswith("/close")) as proxy:
+        assert loop(proxy, 1, *JOURNAL, submit_timeout_s=1.0)[0] == 1
     session_id = facts_of(journal)["session_id"]
     assert WhitneyClient(service.base_url, service.api_key).session(session_id)["status"] == "open"
 
@@ -154,7 +150,7 @@ def test_the_journal_is_on_the_disk_before_the_session_is_asked_for(loop, servic
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Service, "create_session", asked)
-    code, summary, _ = loop(service, service.base_url, 1, *JOURNAL)
+    code, summary, _ = loop(service, 1, *JOURNAL)
     assert code == 0 and seen == [None, "asked", summary["session_id"]]
 
 
@@ -163,7 +159,7 @@ def test_a_journal_that_cannot_be_begun_stops_the_start(loop, service, all_sessi
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fails)
-    code, _, err = loop(service, service.base_url, 1, *JOURNAL)
+    code, _, err = loop(service, 1, *JOURNAL)
     assert code == 2 and f"--journal {journal} cannot be written: No space left on device" in err
     assert not journal.exists() and all_sessions() == []
 
@@ -185,13 +181,13 @@ def takes_its_place(sample, cycle, request, ctx):
 
 
 @pytest.mark.parametrize("how", ["os.makedirs('kept/journal.json')", "open('kept', 'x').close()"])
-def test_what_took_the_journals_place_is_left_alone_and_hides_no_error(
+def test_a_file_that_took_the_journals_place_is_left_alone_and_hides_no_error(
     loop, service, all_sessions, user_module, tmp_path, how
 ):
     (tmp_path / "kept").mkdir()
     user_module(TAKES_ITS_PLACE.format(how=how))
     name = "never_saturates:takes_its_place"
-    code, summary, err = loop(service, service.base_url, 1, "--journal", "kept/journal.json", build_loss=name)
+    code, summary, err = loop(service, 1, "--journal", "kept/journal.json", build_loss=name)
     assert code == 1 and left_open(all_sessions()) == []
     assert err.splitlines()[-1] == f"error: {summary['error']}" and "as it was told" in summary["error"]
     assert (tmp_path / "kept").exists()
@@ -210,7 +206,7 @@ def test_files_of_the_loop_stay_where_they_are_if_the_users_code_changes_the_fol
     request = tmp_path / "sample.json"
     user_module(CHANGES_FOLDER)
     more = ("--metrics", "m.jsonl", "--sample-json", str(request))
-    code, _, err = loop(service, service.base_url, 1, *JOURNAL, *more)
+    code, _, err = loop(service, 1, *JOURNAL, *more)
     assert code == 0, err
     assert not journal.exists() and (tmp_path / "m.jsonl").stat().st_size
     assert [*(tmp_path / "elsewhere").iterdir()] == []
@@ -230,7 +226,7 @@ def leave_journal(journal, service, **fields):
 
 def test_a_start_that_finds_a_journal_stops_and_says_what_it_found(loop, service, all_sessions, journal):
     session_id = leave_journal(journal, service)
-    code, summary, err = loop(service, service.base_url, 1, *JOURNAL)
+    code, summary, err = loop(service, 1, *JOURNAL)
     assert (code, summary) == (2, None)
     assert session_id in err and service.base_url in err and "--recover" in err.splitlines()[-1]
     assert len(all_sessions()) == 1 and journal.exists()
@@ -238,11 +234,10 @@ def test_a_start_that_finds_a_journal_stops_and_says_what_it_found(loop, service
 
 def test_recovery_cancels_closes_and_polls_until_the_run_has_ended(loop, service, journal):
     listed = reply({"session_id": "ses-1", "status": "open", "runs": [{"run_id": "run-1", "status": "active"}]})
-    offer = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
     closed = reply({"session_id": "ses-1", "status": "closed"})
-    with ScriptedServer(reply(offer), listed, run("cancelling"), closed, run("cancelling"), run("cancelled")) as server:
+    with ScriptedServer(OFFER, listed, run("cancelling"), closed, run("cancelling"), run("cancelled")) as server:
         leave_journal(journal, service, base_url=server.base_url, session_id="ses-1")
-        _, _, err = loop(service, server.base_url, 1, *RECOVER)
+        _, _, err = loop(server, 1, *RECOVER)
     asked = [f"{request.method} {request.path.removeprefix('/v1/training')}" for request in server.requests]
     polls = ["GET /runs/run-1"] * 2
     assert asked[1:6] == ["GET /sessions/ses-1", "POST /runs/run-1/cancel", "POST /sessions/ses-1/close", *polls]
@@ -250,7 +245,7 @@ def test_recovery_cancels_closes_and_polls_until_the_run_has_ended(loop, service
 
 
 @pytest.mark.parametrize("is_left", [True, False], ids=["recovering", "beginning"])
-def test_of_two_loops_that_start_at_once_one_trains_and_the_other_stops_with_nothing_created(
+def test_only_one_of_two_loops_that_start_at_once_trains_and_the_other_creates_nothing(
     user_module, service, all_sessions, tmp_path, journal, monkeypatch, is_left
 ):
     both_have_asked = threading.Barrier(2)
@@ -264,7 +259,7 @@ def test_of_two_loops_that_start_at_once_one_trains_and_the_other_stops_with_not
         return capabilities(of_service)
 
     def after_the_end_of_one(of_service, *arguments):
-        one_has_ended.wait(10)  # if neither stops, it never comes, and both train
+        one_has_ended.wait(10)  # if neither loop stops, both train after 10 s, and the test fails
         return create_session(of_service, *arguments)
 
     monkeypatch.setattr(Service, "capabilities", asked_by_both)
@@ -276,7 +271,7 @@ def test_of_two_loops_that_start_at_once_one_trains_and_the_other_stops_with_not
         return process.returncode, err
 
     more = RECOVER if is_left else JOURNAL
-    both = [start_loop(tmp_path, service.base_url, service.api_key, *more, cycles=1) for _ in range(2)]
+    both = [start_impatient_loop(tmp_path, service, *more, cycles=1) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         (code, err), (code_of_other, said) = sorted(pool.map(ended, both))
     assert (code, code_of_other) == (0, 2), err + said
@@ -289,9 +284,9 @@ def test_of_two_loops_that_start_at_once_one_trains_and_the_other_stops_with_not
 def test_recovery_refuses_the_journal_of_a_loop_that_still_runs(
     loop, user_module, service, all_sessions, tmp_path, journal
 ):
-    with start_loop(tmp_path, service.base_url, service.api_key, *JOURNAL) as process:
+    with start_impatient_loop(tmp_path, service, *JOURNAL) as process:
         read_until(process.stderr, "cycle 0")
-        code, _, err = loop(service, service.base_url, 1, *RECOVER)
+        code, _, err = loop(service, 1, *RECOVER)
         assert code == 2 and f"--journal {journal} is held by a loop that still runs" in err
         assert len(left_open(all_sessions())) == 2  # its session and its run
         process.terminate()
@@ -303,9 +298,9 @@ def test_a_metrics_file_in_use_stops_a_start_before_it_recovers(
     loop, user_module, service, all_sessions, tmp_path, journal
 ):
     session_id = leave_journal(journal, service)
-    with start_loop(tmp_path, service.base_url, service.api_key, "--metrics", "m.jsonl") as process:
+    with start_impatient_loop(tmp_path, service, "--metrics", "m.jsonl") as process:
         read_until(process.stderr, "cycle 0")
-        code, _, err = loop(service, service.base_url, 1, *RECOVER, "--metrics", "m.jsonl")
+        code, _, err = loop(service, 1, *RECOVER, "--metrics", "m.jsonl")
         process.terminate()
         process.communicate(timeout=60)
     assert code == 2 and "another loop is writing it" in err
@@ -332,24 +327,24 @@ def test_a_journal_that_recovery_took_before_it_was_locked_stops_its_loop(
         return True
 
     monkeypatch.setattr(journal_module, "lock", taken)
-    code, _, err = loop(service, service.base_url, 1, *JOURNAL)
+    code, _, err = loop(service, 1, *JOURNAL)
     assert code == 2 and "was taken by another loop that started at the same time" in err
     assert all_sessions() == []
 
 
 def test_an_empty_journal_is_of_a_loop_that_had_created_nothing(loop, service, all_sessions, journal):
     journal.touch()  # of a loop that was killed between creating and writing it
-    code, _, err = loop(service, service.base_url, 1, *JOURNAL)
+    code, _, err = loop(service, 1, *JOURNAL)
     assert code == 2 and "is empty: its loop had created nothing" in err
     assert all_sessions() == [] and journal.exists()
-    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    code, _, err = loop(service, 1, *RECOVER)
     assert code == 0 and "nothing to recover" in err and len(all_sessions()) == 1
     assert not journal.exists()
 
 
 def test_a_session_whose_id_never_came_is_found_by_the_key_of_the_journal(loop, service, all_sessions, journal):
     leave_journal(journal, service, session_id=None)
-    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    code, _, err = loop(service, 1, *RECOVER)
     assert code == 0 and len(all_sessions()) == 2 and left_open(all_sessions()) == [], err
 
 
@@ -357,36 +352,36 @@ def test_a_second_line_that_was_cut_off_counts_as_missing(loop, service, all_ses
     leave_journal(journal, service, session_id=None)
     with journal.open("a") as file:
         file.write('{"session_id": "ses-')
-    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    code, _, err = loop(service, 1, *RECOVER)
     assert code == 0 and len(all_sessions()) == 2 and left_open(all_sessions()) == [], err
 
 
 def test_a_journal_of_another_service_is_not_recovered_here_and_no_key_goes_there(loop, service, journal):
     with ScriptedServer() as elsewhere:
         leave_journal(journal, service, base_url=elsewhere.base_url)
-        code, _, err = loop(service, service.base_url, 1, *RECOVER)
+        code, _, err = loop(service, 1, *RECOVER)
     assert code == 2 and f"Recover with --base-url {elsewhere.base_url}" in err
     assert elsewhere.requests == []
 
 
-def test_a_session_that_the_service_has_forgotten_is_nothing_to_close(loop, service, journal):
+def test_recovery_ends_well_if_the_service_has_forgotten_the_session(loop, service, journal):
     leave_journal(journal, service, session_id="ses-unknown")
-    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    code, _, err = loop(service, 1, *RECOVER)
     assert code == 0 and "session ses-unknown on" in err and "the service no longer knows it" in err
 
 
 def test_a_journal_of_an_embedded_service_has_nothing_to_recover(loop, service, journal):
     leave_journal(journal, service, embedded=True)
-    code, _, err = loop(service, service.base_url, 1, *JOURNAL)
+    code, _, err = loop(service, 1, *JOURNAL)
     assert code == 2 and "Start again with --recover" in err
-    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    code, _, err = loop(service, 1, *RECOVER)
     assert code == 0 and "there is nothing to recover" in err
 
 
 def test_a_recovery_that_fails_keeps_the_journal(loop, service, journal):
-    with FaultProxy(service.base_url, rate=1, kinds=["503"], only=lambda _, path: "capab" not in path) as proxy:
+    with FaultProxy(service, rate=1, kinds=["503"], only=lambda _, path: "capab" not in path) as proxy:
         leave_journal(journal, service, base_url=proxy.base_url)
-        code, summary, err = loop(service, proxy.base_url, 1, *RECOVER, submit_timeout_s=1.0)
+        code, summary, err = loop(proxy, 1, *RECOVER, submit_timeout_s=1.0)
     assert code == 1 and "no usable answer" in err and summary["status"] == "failed"
     assert journal.exists()
 
@@ -397,15 +392,15 @@ TEXTS = ["{", "[]\n", "{}\n", '{"base_url": 1}\n', "[" * 100_000, "\x00\n", "tex
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_a_file_that_is_not_a_journal_is_left_alone(loop, service, journal, text):
     journal.write_text(text)
-    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    code, _, err = loop(service, 1, *RECOVER)
     assert code == 2 and "is not a journal of a loop" in err
     assert journal.read_text() == text
 
 
 @pytest.mark.parametrize("create", [os.mkfifo, os.mkdir])
-def test_what_is_not_a_regular_file_is_left_alone(loop, service, journal, create):
+def test_a_journal_that_is_not_a_regular_file_is_left_alone(loop, service, journal, create):
     create(journal)
-    code, _, err = loop(service, service.base_url, 1, *RECOVER)
+    code, _, err = loop(service, 1, *RECOVER)
     assert code == 2 and "is not a regular file" in err
     assert journal.exists()
 
@@ -415,5 +410,5 @@ def test_what_is_not_a_regular_file_is_left_alone(loop, service, journal, create
     [(["--recover"], "--recover needs --journal"), (["--journal", "nowhere/x"], "there is no such folder to write in")],
 )
 def test_a_journal_that_cannot_be_kept_is_refused(loop, service, all_sessions, arguments, message):
-    code, _, err = loop(service, service.base_url, 1, *arguments)
+    code, _, err = loop(service, 1, *arguments)
     assert code == 2 and message in err and all_sessions() == []

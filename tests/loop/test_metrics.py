@@ -1,6 +1,5 @@
-"""What a cycle is judged by: its formulas, and how a user's own metrics are merged, kept and printed."""
+"""The metrics of a cycle: their formulas, and how a user's own metrics are merged, kept and printed."""
 
-import json
 import math
 import re
 from decimal import Decimal
@@ -8,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 
+from loop_runs import entries_of
 from whitney_loop import forward_backward_payload, rl_datum
 from whitney_loop.loop.metrics import (
     LONGEST_TEXT,
@@ -67,7 +67,7 @@ def folder(tmp_path):
 
 
 def cycles_in(path):
-    return [entry for entry in map(json.loads, path.read_text().splitlines()) if "cycle" in entry]
+    return [entry for entry in entries_of(path) if "cycle" in entry]
 
 
 # Sampler and trainer
@@ -128,7 +128,7 @@ def test_a_service_without_usable_outputs_leaves_metrics_out(result):
     assert loss_metrics(merged_results([payload, payload], [result, result]), gaps) == {}
 
 
-def test_how_completions_ended():
+def test_truncated_and_empty_completions_are_counted():
     sequences = [
         {"tokens": [1, 2], "stop_reason": "length"}, {"tokens": [], "stop_reason": "stop"},
         {"tokens": [3], "stop_reason": "stop"}, {"tokens": [4]},
@@ -142,7 +142,7 @@ def test_how_completions_ended():
 
 
 class Array:
-    """As one of numpy or torch."""
+    """Like an array of numpy or torch."""
 
     def __init__(self, value):
         self.value = value

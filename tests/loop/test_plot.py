@@ -1,4 +1,4 @@
-"""The page of curves: what it shows, at any length and scale, and what it never overwrites."""
+"""The page of curves: its charts at any length and scale, and the files that it never overwrites."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from whitney_loop.loop.plot import METRICS, POINTS, SIDE, chart, main, ticks
 
 
 class Page(HTMLParser):
-    """The page as a browser takes it: its tags, its texts, its curves, and the labels of the axes."""
+    """The parsed page: its tags, texts, curves, and labels of the axes."""
 
     def __init__(self, text):
         super().__init__()
@@ -149,7 +149,7 @@ def test_each_chart_tells_the_last_and_the_best_value_its_meaning_and_which_way_
     assert "last −2 · from −3 to −1" in text and METRICS[""][2] in text
 
 
-def test_curves_that_never_move_and_those_that_are_another_ones_become_a_line_of_text(tmp_path, plot):
+def test_constant_and_repeated_curves_become_a_line_of_text(tmp_path, plot):
     rows = ((0, 0.0, 5.0), (1, 1e-15, 6.0), (2, 0.0, 7.0))
     entries = [{"cycle": c, "kl/k1": kl, "ess": 1, "loss/sum": loss, "provider/loss:sum": loss} for c, kl, loss in rows]
     page = Page(plot(written(tmp_path / "m.jsonl", *entries)))
@@ -201,7 +201,7 @@ def test_the_best_and_the_worst_text_of_each_cycle_are_on_the_page(tmp_path, plo
     assert content.count("</script>") == 2 and content.count("<section>") == 1
 
 
-def test_of_many_cycles_the_texts_are_thinned_out_and_those_of_the_last_stay(tmp_path, plot):
+def test_texts_of_many_cycles_are_thinned_out_and_those_of_the_last_stay(tmp_path, plot):
     samples = written(tmp_path / "s.jsonl", *(sample(cycle, 1, "x" * 5000) for cycle in range(1201)))
     content = plot(written(tmp_path / "m.jsonl", {"cycle": 0, "a": 1}), "--samples", samples)
     [texts] = samples_of(content)
@@ -231,7 +231,7 @@ def test_a_file_that_holds_no_samples_is_named(tmp_path, monkeypatch, capsys, ar
     ],
     ids=len,
 )
-def test_a_curve_is_one_line_however_many_cycles_it_has_and_however_many_were_skipped(cycles):
+def test_a_curve_is_one_line_for_any_number_of_cycles_and_of_skipped_ones(cycles):
     [line] = chart_of([(cycle, math.sin(cycle)) for cycle in cycles], across=(0.0, max(cycles) + 1.0)).curves
     assert 2 <= len(line) <= POINTS + 1
 
@@ -254,7 +254,7 @@ def test_a_long_curve_is_drawn_as_means_of_as_many_cycles_in_each_run():
     assert [len(line) for line in drawn.curves] == [500, 50]
 
 
-def test_the_axis_is_that_of_the_means_which_are_drawn():
+def test_the_axis_fits_the_means_that_are_drawn():
     curve = [(cycle, 100.0 if cycle % 12 else -1100.0) for cycle in range(6000)]
     assert "100" not in chart_of(curve).labels
 
@@ -347,7 +347,7 @@ def test_half_a_character_in_a_name_does_not_cost_the_page(tmp_path, plot):
     assert r"\ud800" in plot(path)
 
 
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, plot, monkeypatch, capsys):
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, plot, capsys):
     path = written(tmp_path / "m.jsonl", {"cycle": 0, "a": 1})
     old = plot(path)
     (tmp_path / "x.html.draft").mkdir()  # stands for a disk that is full

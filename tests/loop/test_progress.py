@@ -1,4 +1,4 @@
-"""The line of progress: what it shows, in which columns."""
+"""The line of progress and its columns."""
 
 import re
 
@@ -19,7 +19,7 @@ def test_a_line_shows_a_metric_its_change_and_what_is_left():
     )
 
 
-def test_the_columns_stand_still_whatever_the_values_are():
+def test_the_columns_are_the_same_for_all_values():
     lines = [
         line({"reward": None, "kl": None, "grad_norm": None}),
         line({"reward": 0.123456, "kl": 1.23456e-05, "grad_norm": 123456.0}, 1.0, cycle=9999),
@@ -30,7 +30,7 @@ def test_the_columns_stand_still_whatever_the_values_are():
     assert lines[0].count("–") == 4
 
 
-def test_a_change_by_a_rounding_error_is_none():
+def test_a_change_by_a_rounding_error_is_shown_as_0():
     assert "0.3 +0 " in re.sub(" +", " ", line({"reward": 0.1 + 0.2}, 0.3))
 
 

@@ -1,11 +1,11 @@
-"""A data set of prompts: how it is read, and which of it a cycle takes."""
+"""A data set of prompts: how it is read, and which prompts a cycle takes."""
 
 import json
 
 import pytest
 
-from between import Between
-from loop_runs import EXAMPLES, GRPO, training_on
+from between import Recorder
+from loop_runs import EXAMPLES, GRPO, check_refused, training_on
 from whitney_loop import sample_request
 from whitney_loop.loop import Request, fingerprint, read_requests, requests_of_cycle, write_prompts
 
@@ -55,10 +55,13 @@ GOOD = json.dumps(REQUESTS[0])
         ("d.json", "[" * 200_000, "d.json: "),
         ("d.jsonl", GOOD.replace("116", '"t"'), "d.jsonl:1: prompt.token_ids[0] is 't'"),
         ("d.jsonl", f"{GOOD}\n" + "[" * 200_000, "d.jsonl:2: "),
-        ("d.json", '["What is 7 * 6?"]', "d.json, entry 0 of the array (the first is 0): request is 'What is 7 * 6?'"),
         ("d.jsonl", f"{GOOD}\n".encode() + b'{"prompt": "\xff"}', "d.jsonl:2: 'utf-8' codec can't decode byte 0xff"),
         ("nowhere/d.json", None, "nowhere/d.json: No such file or directory"),
-        ("d.json", '["What is 7 * 6?"]', "request is 'What is 7 * 6?', expected an object; tokenize the text first"),
+        (
+            "d.json",
+            '["What is 7 * 6?"]',
+            "d.json, entry 0 of the array (the first is 0): request is 'What is 7 * 6?', expected an object; tokenize",
+        ),
         ("d.json", GOOD.replace('{"token_ids": [116, 104, 101, 32]}', '"the "'), "object; tokenize the text first"),
         ("d.json", GOOD.replace("[116, 104, 101, 32]", '"the "'), "token id; tokenize the text first"),
         ("d.json", GOOD.replace("116", '"the"'), "integer of at least 0; tokenize the text first"),
@@ -74,10 +77,8 @@ def test_a_bad_request_is_named_by_file_and_line(run_loop, tmp_path, name, text,
     if text is not None:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     done = run_loop("rl_loop", "--build-loss", GRPO, "--sample-json", name)
-    assert (done.returncode, done.stdout) == (2, "")
+    check_refused(done, message)
     assert done.stderr.startswith(f"error: --sample-json {name}")
-    assert message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / ".whitney_local").exists()
 
 
 def test_each_epoch_has_every_request_once_in_an_order_of_its_own():
@@ -102,7 +103,7 @@ def test_a_request_with_a_seed_keeps_it():
 
 
 def test_the_fingerprint_of_a_data_set_stays_the_same_in_later_versions():
-    """It is in metrics files: with another one, a run that was begun before could not be resumed."""
+    """Metrics files hold it: if it changed, runs of earlier versions could not be resumed."""
     assert fingerprint([{"prompt": {"token_ids": [1, 2]}, "num_samples": 2}]) == "5314126bbd7666a6"
 
 
@@ -110,7 +111,7 @@ def test_a_fingerprint_tells_data_sets_apart():
     assert fingerprint(REQUESTS) == fingerprint(REQUESTS[:]) != fingerprint(REQUESTS[1:])
 
 
-# Metadata: what a prompt file holds beside the payload
+# Metadata beside the payload of a prompt
 
 ANSWERS = {"hot:": "ice", "dry:": "wet"}
 MINE = """
@@ -122,18 +123,6 @@ def build_loss(sample, cycle, request, ctx):
     ctx.metrics["answer"] = request["metadata"]["answer"]
     raise NoGradientSignal("enough")
 """
-
-
-class Records(Between):
-    """A service that keeps every payload of ``sample`` that it is sent."""
-
-    payloads = ()
-
-    def after(self, path, body, answer):
-        sent = json.loads(body) if body else {}
-        if sent.get("kind") == "sample":
-            self.payloads = [*self.payloads, sent["payload"]]
-        return answer
 
 
 def write_answers(path, answers):
@@ -167,13 +156,14 @@ def test_a_pair_that_cannot_be_written_is_named_by_its_index(tmp_path, pair, mes
 
 @pytest.mark.parametrize("build_loss", ["mine:build_loss", "algorithms.dapo:build_loss"])
 def test_metadata_reaches_the_users_function_and_is_never_sent(run_loop, tmp_path, remote, build_loss):
-    """Also if the function samples again: mine always does, dapo if all rewards are equal, as of one token often."""
+    """Also if the function samples again: mine always does, dapo if all rewards are equal, which is frequent here."""
     write_answers(tmp_path / "answers.jsonl", ANSWERS)
     (tmp_path / "mine.py").write_text(MINE)
     common = ("--sample-json", "answers.jsonl", "--model", "byte-lm", "--lora-rank", "1", "--seed", "1")
-    with Records(remote) as service:
+    with Recorder(remote) as service:
         done = run_loop("rl_loop", "--build-loss", build_loss, *common, **training_on(service))
-    assert len(service.payloads) > 2
-    assert all(payload.keys() == {"prompt", "num_samples", "sampling_params"} for payload in service.payloads)
+    payloads = service.of_kind("sample")
+    assert len(payloads) > 2
+    assert all(payload.keys() == {"prompt", "num_samples", "sampling_params"} for payload in payloads)
     if build_loss == "mine:build_loss":
         assert "answer ice" in done.stderr and "answer wet" in done.stderr

@@ -1,4 +1,4 @@
-"""What a loop prints, and that nothing which hinders it from printing changes how it ends."""
+"""The output of a loop; and a stream that fails does not change how the loop ends."""
 
 import json
 import os
@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from loop_in_process import left_open
-from loop_started import read_until, start_loop
-from scripted_server import ScriptedServer, operation, reply, run
+from processes import read_until, start_impatient_loop
+from scripted_server import OFFER, ScriptedServer, operation, reply, run
 from whitney_loop.errors import RequestRejected
 from whitney_loop.loop import Request
 from whitney_loop.loop.report import Summary, formatted, print_summary, say, show_error, visible
@@ -18,10 +18,10 @@ from whitney_loop.loop.report import Summary, formatted, print_summary, say, sho
 
 @pytest.fixture
 def started(user_module, service, tmp_path):
-    """``started(...)``: a loop of 20 cycles, on the service, with these options of ``start_loop``."""
+    """``started(...)``: a loop of 20 cycles, on the service, with these options of ``start_impatient_loop``."""
 
     def start(**options):
-        return start_loop(tmp_path, service.base_url, service.api_key, **({"cycles": 20} | options))
+        return start_impatient_loop(tmp_path, service, **({"cycles": 20} | options))
 
     return start
 
@@ -90,11 +90,11 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class Odd:
-    """A stream of the user's own that has nothing of what a stream has."""
+    """An object in place of a stream, without a stream's methods."""
 
 
 @pytest.mark.parametrize("stream", [None, Odd()])
-def test_streams_that_are_none_hinder_nothing(monkeypatch, stream):
+def test_streams_that_are_missing_or_odd_do_no_harm(monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", stream)
     say("a line")
@@ -113,19 +113,15 @@ def test_control_characters_are_shown_and_never_obeyed():
     assert visible("a\x1b[2J\r\n\u2028\u202e b é 漢") == r"a\x1b[2J\r\n\u2028\u202e b é 漢"
 
 
-def test_a_service_can_forge_no_line_and_control_no_terminal(loop, tmp_path):
+def test_a_service_can_forge_no_line_and_control_no_terminal(loop):
     forged = "\x1b[2J\nerror: forged"
-    offer = {"operations": ["forward_backward", "optim_step", "save_weights_for_sampler", "sample"]}
     ids = {"session_id": "ses-1", "run_id": "run-1", "next_seq_id": 1, "note": f"note{forged}", "status": "active"}
     failed = operation("failed", kind="save_weights_for_sampler", error={"code": "x", "message": f"failed{forged}"})
-    script = [reply(offer), *[reply(ids)] * 4, failed, run("cancelled"), run("cancelled")]
+    script = [OFFER, *[reply(ids)] * 4, failed, run("cancelled"), run("cancelled")]
     script += [reply({"session_id": "ses-1", "status": "closed"})] * 2
 
-    class Service:
-        api_key = "key-of-the-test"
-
     with ScriptedServer(*script) as server:
-        code, _, err = loop(Service, server.base_url, 1)
+        code, _, err = loop(server, 1)
     assert code == 1
     assert r"note\x1b[2J\nerror: forged" in err and r"failed\x1b[2J\nerror: forged" in err
     assert "\x1b" not in err and not any(line.startswith("error: forged") for line in err.splitlines())
@@ -153,7 +149,7 @@ def test_an_error_of_the_users_code_is_shown_with_its_own_traceback(
     loop, service, all_sessions, user_module, error, name
 ):
     user_module(RAISES.format(error=error))
-    code, summary, err = loop(service, service.base_url, 1, build_loss=f"never_saturates:{name}")
+    code, summary, err = loop(service, 1, build_loss=f"never_saturates:{name}")
     assert left_open(all_sessions()) == []
     assert code == 1 and summary["status"] == "failed"
     kind = error.rpartition(".")[2]

@@ -1,11 +1,10 @@
-"""Texts of what was sampled: three of a cycle on stderr, and all in the file of --samples, which resumes exactly."""
+"""Sampled texts: three of a cycle on stderr, and all in the file of --samples, which resumes exactly."""
 
-import json
 import re
 
 import pytest
 
-from loop_runs import GRPO, training_on, write_requests
+from loop_runs import GRPO, check_refused, entries_of, training_on, write_requests
 from whitney_loop.loop.files import lock
 from whitney_loop.loop.report import cut
 
@@ -64,12 +63,8 @@ def train(run_loop, tmp_path):
     return run
 
 
-def samples_in(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def texts_shown(stderr):
-    """(cycle, name, value, text) of each text on stderr."""
+    """Return (cycle, name, value, text) of each text on stderr."""
     shown = []
     for line in stderr.splitlines():
         if match := re.match(r"cycle (\d+) ", line):
@@ -97,11 +92,11 @@ def test_the_users_decode_comes_first_and_its_control_characters_are_visible(tra
     assert r"mine of 4 \x1b[2J\n → mine of 6 \x1b[2J\n" in shown and "\x1b" not in shown
 
 
-def test_without_decode_token_ids_are_shown(train, remote, tmp_path):
+def test_token_ids_are_shown_if_there_is_no_decode(train, remote, tmp_path):
     remote_run = ("--model", "byte-lm", "--samples", "s.jsonl")
     done = train(*remote_run, **training_on(remote))
     assert all(re.fullmatch(r"[\d ]+ → [\d ]*", text) for *_, text in texts_shown(done.stderr))
-    assert all(line["text"] is None and line["prompt_text"] is None for line in samples_in(tmp_path / "s.jsonl"))
+    assert all(line["text"] is None and line["prompt_text"] is None for line in entries_of(tmp_path / "s.jsonl"))
 
 
 def test_a_decode_that_raises_is_told_once_and_the_training_goes_on(train):
@@ -110,9 +105,9 @@ def test_a_decode_that_raises_is_told_once_and_the_training_goes_on(train):
     assert all(re.match(r"[\d ]+ → ", text) for *_, text in texts_shown(done.stderr))
 
 
-def test_without_rewards_the_advantages_tell_the_best(train, tmp_path):
+def test_advantages_decide_the_best_text_if_there_are_no_rewards(train, tmp_path):
     done = train("--samples", "s.jsonl", "--cycles", "1", build_loss="without_rewards:build_loss")
-    lines = samples_in(tmp_path / "s.jsonl")
+    lines = entries_of(tmp_path / "s.jsonl")
     assert {line["reward"] for line in lines} == {None}
     [best, *_] = texts_shown(done.stderr)
     assert best[2] == pytest.approx(max(line["advantage"] for line in lines), rel=1e-3)
@@ -139,14 +134,14 @@ def test_a_text_is_cut_to_the_columns_of_a_terminal(text, columns, expected):
 
 def test_the_file_has_every_completion_with_text_reward_and_advantage(train, tmp_path):
     train("--samples", "s.jsonl", "--metrics", "m.jsonl", "--cycles", "3")
-    lines = samples_in(tmp_path / "s.jsonl")
+    lines = entries_of(tmp_path / "s.jsonl")
     assert [(line["cycle"], line["group"]) for line in lines] == [
         (c, g) for c in range(3) for g in (0, 1) for _ in "four"
     ]
     for line in lines:
         assert line["reward"] == sum(line["text"].count(vowel) for vowel in "aeiou") / len(line["tokens"])
         assert line["prompt_text"].encode() == bytes(line["prompt"]) and line["stop_reason"] in ("stop", "length")
-    entries = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    entries = entries_of(tmp_path / "m.jsonl")
     for entry in entries:
         if "cycle" in entry:
             rewards = [line["reward"] for line in lines if line["cycle"] == entry["cycle"]]
@@ -156,7 +151,7 @@ def test_the_file_has_every_completion_with_text_reward_and_advantage(train, tmp
 def test_the_advantage_is_that_of_the_same_completion(train, tmp_path):
     """In a group the advantages are in the order of the rewards, and their mean is 0."""
     train("--samples", "s.jsonl", "--cycles", "2")
-    lines = samples_in(tmp_path / "s.jsonl")
+    lines = entries_of(tmp_path / "s.jsonl")
     groups = [lines[start : start + 4] for start in range(0, len(lines), 4)]
     trained = [group for group in groups if group[0]["advantage"] is not None]
     assert trained
@@ -168,20 +163,20 @@ def test_the_advantage_is_that_of_the_same_completion(train, tmp_path):
 
 def test_rewards_of_a_build_batch_loss_are_found_too(train, tmp_path):
     train("--samples", "s.jsonl", "--cycles", "1", build_loss="algorithms.reinforce_pp:build_loss")
-    assert all(line["reward"] is not None for line in samples_in(tmp_path / "s.jsonl"))
+    assert all(line["reward"] is not None for line in entries_of(tmp_path / "s.jsonl"))
 
 
 def test_rewards_that_only_ctx_reward_knows_are_found_too(train, tmp_path):
     train("--samples", "s.jsonl", "--reward", "asks_only:reward", "--cycles", "1", build_loss="asks_only:build_loss")
-    for line in samples_in(tmp_path / "s.jsonl"):
+    for line in entries_of(tmp_path / "s.jsonl"):
         assert line["reward"] == sum(line["text"].count(vowel) for vowel in "aeiou") / len(line["tokens"])
 
 
-def test_of_a_group_the_best_and_the_worst_are_kept(train, tmp_path):
+def test_the_best_and_the_worst_of_a_group_are_kept(train, tmp_path):
     def rewards(*arguments):
         (tmp_path / "s.jsonl").unlink(missing_ok=True)
         train("--cycles", "1", "--samples", "s.jsonl", *arguments)
-        return [line["reward"] for line in samples_in(tmp_path / "s.jsonl") if line["group"] == 0]
+        return [line["reward"] for line in entries_of(tmp_path / "s.jsonl") if line["group"] == 0]
 
     whole = rewards()
     assert rewards("--samples-per-group", "1") == [max(whole)]
@@ -199,7 +194,7 @@ def test_the_samples_of_a_resumed_run_are_those_of_one_that_never_stopped(train,
         file.write('{"cycle": 5, "cut o')
     again = train("--cycles", "3", *files, "--resume-from", state_id)
     assert f"{tmp_path}/s.jsonl holds after that state is moved to {tmp_path}/s.jsonl.superseded" in again.stderr
-    assert samples_in(tmp_path / "s.jsonl") == samples_in(tmp_path / "whole-s.jsonl")
+    assert entries_of(tmp_path / "s.jsonl") == entries_of(tmp_path / "whole-s.jsonl")
     assert (tmp_path / "s.jsonl.superseded").read_text().count('{"cycle": ') == 17
 
 
@@ -224,5 +219,4 @@ def test_a_file_that_cannot_be_used_is_refused_before_anything_is_created(run_lo
     with (tmp_path / "held.jsonl").open("a") as held:
         assert lock(held)
         done = run_loop("rl_loop", "--build-loss", GRPO, *arguments)
-    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / ".whitney_local").exists()
+    check_refused(done, message)

@@ -1,4 +1,4 @@
-"""Signals: at any moment, in a process of its own, and in what the user's code does with exceptions and processes."""
+"""Signals at any moment, and user code that swallows exceptions, starts processes, or leaves threads."""
 
 import json
 import os
@@ -9,9 +9,11 @@ import threading
 
 import pytest
 
-from loop_in_process import Run, adapter_of, left_open
-from loop_started import read_until, start_loop
+from loop_in_process import left_open
+from loop_runs import adapter_of
+from processes import read_until, start_impatient_loop
 from whitney_loop import WhitneyClient
+from whitney_loop.local.run import Run
 
 SWALLOWS = """
 import signal
@@ -47,7 +49,7 @@ def test_a_signal_whose_exception_is_swallowed_or_replaced_ends_the_loop_all_the
     loop, service, all_sessions, user_module, name, code
 ):
     user_module(SWALLOWS)
-    ended, summary, err = loop(service, service.base_url, 1000, build_loss=f"never_saturates:{name}")
+    ended, summary, err = loop(service, 1000, build_loss=f"never_saturates:{name}")
     assert ended == code and summary["cycles_done"] < 2, err
     assert left_open(all_sessions()) == []
 
@@ -58,11 +60,11 @@ def test_a_signal_at_a_random_moment_cleans_up_and_gives_its_exit_code(
 ):
     chance = random.Random(seed)
     number, *codes = [(signal.SIGINT, 130), (signal.SIGTERM, 143)][seed // 2]
-    with start_loop(tmp_path, service.base_url, service.api_key, build_loss="opens_a_second_run") as process:
+    with start_impatient_loop(tmp_path, service, build_loss="opens_a_second_run") as process:
         said = read_until(process.stderr, "cycle 0")
         threading.Event().wait(chance.uniform(0, 0.05))
         process.send_signal(number)
-        if seed % 2:  # once the first was seen: if two wait, Python takes the one of the lower number first
+        if seed % 2:  # after the first was handled: of two pending signals, Python handles the lower number first
             said += read_until(process.stderr, "closing what is open")
             threading.Event().wait(chance.uniform(0, 0.02))
             process.send_signal(signal.SIGINT)
@@ -76,7 +78,7 @@ def test_a_signal_at_a_random_moment_cleans_up_and_gives_its_exit_code(
 def test_a_signal_that_was_ignored_at_the_start_as_by_nohup_stays_ignored(user_module, service, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a process is started with what its parent ignores
     try:
-        process = start_loop(tmp_path, service.base_url, service.api_key)
+        process = start_impatient_loop(tmp_path, service)
     finally:
         signal.signal(signal.SIGHUP, before)
     with process:
@@ -100,7 +102,7 @@ def hangs_in_a_thread(sample, cycle, request, ctx):
 
 def test_a_signal_after_the_summary_ends_a_process_whose_threads_never_end(user_module, service, tmp_path):
     user_module(HANGS)
-    loop = start_loop(tmp_path, service.base_url, service.api_key, build_loss="hangs_in_a_thread", cycles=1)
+    loop = start_impatient_loop(tmp_path, service, build_loss="hangs_in_a_thread", cycles=1)
     with loop as process:
         assert json.loads(process.stdout.readline())["status"] == "succeeded"
         while process.poll() is None:  # one that comes while the summary is being printed is ignored
@@ -170,7 +172,7 @@ def test_a_process_that_the_users_code_forks_ends_by_itself_and_the_loop_goes_on
     user_module, service, all_sessions, tmp_path, name, shown
 ):
     user_module(FORKS)
-    with start_loop(tmp_path, service.base_url, service.api_key, build_loss=name, cycles=2) as process:
+    with start_impatient_loop(tmp_path, service, build_loss=name, cycles=2) as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and json.loads(out)["cycles_done"] == 2, err
     assert err.count(shown) == 2
@@ -194,19 +196,17 @@ def leaves_a_grader_and_is_killed(*arguments):
 """
 
 
-def test_files_that_a_killed_loops_worker_still_holds_are_refused_and_the_worker_is_named(
-    loop, user_module, service, tmp_path
-):
+def test_files_that_the_worker_of_a_killed_loop_holds_are_refused(loop, user_module, service, tmp_path):
     user_module(LEAVES_A_GRADER)
     options = ["--metrics", "m.jsonl", "--journal", "journal.json"]
     name = "leaves_a_grader_and_is_killed"
     devnull = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # the worker would hold pipes open
-    start_loop(tmp_path, service.base_url, service.api_key, *options, build_loss=name, **devnull).wait(60)
+    start_impatient_loop(tmp_path, service, *options, build_loss=name, **devnull).wait(60)
     grader = int((tmp_path / "grader").read_text())
     try:
-        code, _, err = loop(service, service.base_url, 1, "--metrics", "m.jsonl")
+        code, _, err = loop(service, 1, "--metrics", "m.jsonl")
         assert code == 2 and "another loop is writing it, or a process that such a loop started still runs" in err
-        code, _, err = loop(service, service.base_url, 1, "--journal", "journal.json", "--recover")
+        code, _, err = loop(service, 1, "--journal", "journal.json", "--recover")
         assert code == 2 and "is held by a loop that still runs, or by a process that it started" in err
     finally:
         os.kill(grader, signal.SIGKILL)
@@ -231,14 +231,14 @@ def steps(monkeypatch):
 def test_an_interrupt_at_any_exchange_saves_the_whole_cycles_unless_the_next_has_made_a_step(
     loop, service, interrupt_at, all_sessions, steps
 ):
-    """It comes before or after an exchange: the client cannot know if the service has taken the operation."""
+    """The client cannot know if the service has taken the operation that was interrupted."""
     seen = interrupt_at({})
-    expected = adapter_of(loop(service, service.base_url, 2)[1])
+    expected = adapter_of(loop(service, 2)[1])
     saved = 0
     for n in range(1, len(seen) + 1):
         steps.clear()
         interrupt_at({n: lambda: signal.raise_signal(signal.SIGINT)})
-        code, summary, err = loop(service, service.base_url, 2)
+        code, summary, err = loop(service, 2)
         assert code == 130 and left_open(all_sessions()) == [], err
         if summary is None or summary["cycles_done"] != 1:
             continue  # nothing is trained yet, or everything is
@@ -249,14 +249,14 @@ def test_an_interrupt_at_any_exchange_saves_the_whole_cycles_unless_the_next_has
         saved += 1
         interrupt_at({})
         again = ("--resume-from", summary["state_id"], "--first-cycle", "1")
-        assert adapter_of(loop(service, service.base_url, 1, *again)[1]) == expected, n
+        assert adapter_of(loop(service, 1, *again)[1]) == expected, n
     assert saved >= 10
 
 
-def test_an_interrupted_operation_that_arrives_after_all_does_not_keep_the_state_from_being_saved(
+def test_the_state_is_saved_although_an_interrupted_operation_arrives_late(
     loop, service, interrupt_at, all_sessions, monkeypatch
 ):
-    """The run is asked for it, and it arrives only then: it takes the seq_id that the last save was to have."""
+    """It arrives after the client asked the run about it, and takes the seq_id that the last save was to have."""
     submit, points = Run.submit, []
 
     def noted(run, seq_id, kind, *rest):
@@ -270,11 +270,11 @@ def test_an_interrupted_operation_that_arrives_after_all_does_not_keep_the_state
 
     monkeypatch.setattr(Run, "submit", noted)
     seen = interrupt_at({})
-    expected = adapter_of(loop(service, service.base_url, 2)[1])
+    expected = adapter_of(loop(service, 2)[1])
     before_it, after_the_question = points[1], points[1] + 2
     interrupt_at({before_it: lambda: signal.raise_signal(signal.SIGINT), after_the_question: arrive})
-    code, summary, err = loop(service, service.base_url, 2)
+    code, summary, err = loop(service, 2)
     assert code == 130 and summary["state_id"] and summary["operations"]["forward_backward"] == 2, err
     interrupt_at({})
     again = ("--resume-from", summary["state_id"], "--first-cycle", "1")
-    assert adapter_of(loop(service, service.base_url, 1, *again)[1]) == expected
+    assert adapter_of(loop(service, 1, *again)[1]) == expected

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from loop_runs import training_on
+from loop_runs import check_refused, training_on
 from whitney_loop import forward_backward_payload, sft_datum
 from whitney_loop.loop import batch_of_step, evaluation_payloads, mean_loss, read_examples, steps_in
 
@@ -50,9 +50,7 @@ def test_a_bad_line_is_named_by_file_and_number(run_loop, tmp_path, line, messag
     (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "a", "completion": "b"}\n' + raw + b"\n")
     for script, option in (("sft_loop", "--data"), ("distillation_loop", "--teacher-data")):
         done = run_loop(script, option, "bad.jsonl")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / ".whitney_local").exists()
+        check_refused(done, message)
 
 
 def test_text_is_refused_away_from_the_embedded_service(run_loop, tmp_path, remote):

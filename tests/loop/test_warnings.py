@@ -4,11 +4,10 @@ import json
 
 import pytest
 
+from loop_runs import GRPO, training_on
 from whitney_loop import sample_request
-from whitney_loop.local import serve
 from whitney_loop.loop.warnings import Warnings
 
-GRPO = "grpo_build_loss:build_loss"
 MINE = """
 from grpo_build_loss import build_loss as grpo
 from whitney_loop import NoGradientSignal
@@ -100,11 +99,9 @@ def test_later_updates_and_good_data_give_no_warning(run_loop, prompts):
 
 
 @pytest.mark.parametrize(("rate", "warned"), [("0.1", True), ("1e-9", True), ("1e-5", False)])
-def test_a_learning_rate_for_the_embedded_model_is_warned_of_elsewhere(folder, run_loop, prompts, rate, warned):
+def test_a_learning_rate_for_the_embedded_model_is_warned_of_elsewhere(run_loop, prompts, remote, rate, warned):
     arguments = ("--build-loss", GRPO, *prompts, "--cycles", "1", "--learning-rate", rate)
-    with serve(folder / "storage") as service:
-        key = {"WHITNEY_BASE_URL": service.base_url, "WHITNEY_API_KEY": service.api_key}
-        elsewhere = run_loop("rl_loop", *arguments, "--model", "byte-lm", **key)
+    elsewhere = run_loop("rl_loop", *arguments, "--model", "byte-lm", **training_on(remote))
     assert ("learning_rate" in elsewhere.summary["warnings"]) == warned
     assert "learning_rate" not in run_loop("rl_loop", *arguments).summary["warnings"]
 

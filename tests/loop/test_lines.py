@@ -1,21 +1,14 @@
-"""The metrics file: what is in it, who may write it, and what is left of a line that was cut off."""
+"""Files that a loop writes line by line, such as the metrics file: their lines, their only writer, and broken lines."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from whitney_loop.local import serve
+from loop_runs import GRPO, check_refused, entries_of, training_on
 from whitney_loop.loop.files import lock
 from whitney_loop.loop.history import History
 from whitney_loop.loop.lines import LinesFile, read_lines
-
-GRPO = "grpo_build_loss:build_loss"
-
-
-def entries_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_file_has_the_configuration_then_a_line_per_cycle_then_the_state(tmp_path, run_loop, prompts):
@@ -48,7 +41,7 @@ def test_a_full_disk_ends_the_run_with_the_name_of_the_file():
             history.write({"cycle": 0})
 
 
-def test_the_key_is_nowhere_in_the_file(tmp_path, run_loop, prompts):
+def test_the_key_is_nowhere_in_the_file(tmp_path, run_loop, prompts, remote):
     (tmp_path / "mine.py").write_text(
         "import os\nfrom grpo_build_loss import build_loss as grpo\n"
         "def build_loss(sample, cycle, request, ctx):\n"
@@ -56,13 +49,11 @@ def test_the_key_is_nowhere_in_the_file(tmp_path, run_loop, prompts):
         "    ctx.metrics['note'] = os.environ['WHITNEY_API_KEY']\n"
         "    return payload\n"
     )
-    with serve(tmp_path / "storage") as service:
-        arguments = ("--build-loss", "mine:build_loss", "--model", "byte-lm", *prompts, "--metrics", "m.jsonl")
-        key = {"WHITNEY_BASE_URL": service.base_url, "WHITNEY_API_KEY": service.api_key}
-        done = run_loop("rl_loop", *arguments, **key)
+    arguments = ("--build-loss", "mine:build_loss", "--model", "byte-lm", *prompts, "--metrics", "m.jsonl")
+    done = run_loop("rl_loop", *arguments, **training_on(remote))
     assert done.returncode == 0, done.stderr
     assert [entry["note"] for entry in entries_of(tmp_path / "m.jsonl") if "cycle" in entry] == ["[key]", "[key]"]
-    assert service.api_key not in (tmp_path / "m.jsonl").read_text() + done.stdout + done.stderr
+    assert remote.api_key not in (tmp_path / "m.jsonl").read_text() + done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -81,8 +72,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_created(tmp
     (tmp_path / "saved.jsonl").write_text('{"state_id": "state-1", "next_cycle": 1}\n')
     os.mkfifo(tmp_path / "pipe")
     done = run_loop("rl_loop", "--build-loss", GRPO, *arguments)
-    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / ".whitney_local").exists()
+    check_refused(done, message)
 
 
 def test_a_file_that_another_loop_is_writing_is_said_to_be_in_use(tmp_path, run_loop):

@@ -1,22 +1,19 @@
-"""Each file of examples/algorithms: exactly its formula's payload, and shown to learn on the embedded service."""
+"""Each file of examples/algorithms gives exactly the payload of its formula, and learns on the embedded service."""
 
 import importlib
-import json
 import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from loop_runs import EXAMPLES, check_refused, metrics_of, training_on
 from whitney_loop import LOSS_SUPPORT, NoGradientSignal, WhitneyClient, check_payload, sft_datum
-from whitney_loop.local import serve
 
-ROOT = Path(__file__).parents[1]
-FILES = sorted(path.stem for path in (ROOT / "examples" / "algorithms").glob("*.py"))
-sys.path.insert(0, str(ROOT / "examples"))
+FILES = sorted(path.stem for path in (EXAMPLES / "algorithms").glob("*.py"))
+sys.path.insert(0, str(EXAMPLES))
 
 # One fixed sample: tokens, logprobs and rewards.
 PROMPT = [7, 8]
@@ -97,7 +94,7 @@ UPDATES = dict.fromkeys(FILES, 4) | {"rloo": 1}
 
 
 class FixedClient:
-    """Answers what a build_loss asks beside the sample: reference logprobs, and a critic's operations."""
+    """Answers the further requests of a build_loss: reference logprobs, and a critic's operations."""
 
     def __init__(self):
         self.asked = []
@@ -196,7 +193,7 @@ def test_the_reference_is_a_second_run(name):
     assert ctx.client.asked == [("logprobs", "run-reference", "smp-reference")] * 6
 
 
-def test_the_critic_is_asked_for_the_values_of_the_sample_and_learns_its_returns_by_several_updates():
+def test_the_critic_gives_values_and_learns_returns_by_several_updates():
     ctx = context("modal")
     build("ppo_critic", "modal", ctx)
     assert all(run_id == "run-critic" for _, run_id, _ in ctx.client.asked)
@@ -215,7 +212,7 @@ def test_the_critic_is_asked_for_the_values_of_the_sample_and_learns_its_returns
         assert tensors["returns"] == pytest.approx([0.0, *(a + v for a, v in zip(gained, values, strict=True))])
 
 
-def test_the_critic_is_asked_once_for_all_groups_of_a_cycle_and_its_advantages_are_normalised_over_all():
+def test_the_critic_is_asked_once_a_cycle_and_advantages_are_normalised_over_all_groups():
     module = importlib.import_module("algorithms.ppo_critic")
     ctx = context("modal")
     sequences = [{"tokens": tokens, "logprobs": sampled} for tokens, sampled in zip(TOKENS, LOGPROBS, strict=True)]
@@ -231,7 +228,7 @@ def test_the_critic_is_asked_once_for_all_groups_of_a_cycle_and_its_advantages_a
         assert datum["loss_inputs"]["advantages"]["values"] == pytest.approx([0.0, *per_token])
 
 
-def test_a_critic_without_outputs_is_said():
+def test_a_critic_without_outputs_is_an_error():
     ctx = context("modal")
     ctx.client.run_operation = lambda run_id, kind, payload: {}
     with pytest.raises(ValueError, match="forward of the critic gave 0 outputs for 3 data"):
@@ -276,7 +273,7 @@ def test_reinforce_pp_normalises_reward_and_kl_over_all_completions_of_the_batch
     assert ctx.metrics == {"reward": [0.1, 0.3, 0.5, 0.5, 0.1, 0.9]}
 
 
-def test_reinforce_pp_needs_no_groups_and_no_empty_completion_gives_it_a_signal():
+def test_reinforce_pp_needs_no_groups_and_gets_no_signal_from_empty_completions():
     payload, _ = build_batch("reinforce_pp", [([1], [[10]]), ([2], [[30]])])
     assert sampled_advantages(payload) == [[pytest.approx(-1)], [pytest.approx(1)]]
     with pytest.raises(NoGradientSignal, match="every completion of the batch has the same reward"):
@@ -292,7 +289,7 @@ def test_reinforce_pp_baseline_centres_each_group_leaves_out_a_uniform_one_and_a
     assert ctx.metrics["reward"] == [0.1, 0.3, 0.5, 0.5, 0.1, 0.9]
 
 
-def test_dapo_can_take_up_to_1_from_the_reward_of_a_completion_that_is_nearly_too_long(monkeypatch):
+def test_dapo_penalises_a_completion_that_is_nearly_too_long_by_up_to_1(monkeypatch):
     module = importlib.import_module("algorithms.dapo")
     assert [module.overlong_penalty([1] * length, 3) for length in range(4)] == [0, 0, 0, 0]
     monkeypatch.setattr(module, "OVERLONG_TOKENS", 2)
@@ -302,7 +299,7 @@ def test_dapo_can_take_up_to_1_from_the_reward_of_a_completion_that_is_nearly_to
     assert ctx.metrics["reward"] == [1.0 - 0.5, 0.0, 0.5 - 1.0]
 
 
-def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of_times():
+def test_dapo_resamples_a_uniform_group_with_new_seeds_a_limited_number_of_times():
     module = importlib.import_module("algorithms.dapo")
     ctx = context("modal", lambda tokens: 0.5)
     seeds = []
@@ -321,7 +318,7 @@ def test_dapo_samples_a_uniform_group_again_with_other_seeds_a_bounded_number_of
 
 
 @pytest.mark.parametrize("own_seed", [None, 0, 1, 5, 2**63 - 1])
-def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed):
+def test_dapo_trains_on_the_resampled_group(own_seed):
     module = importlib.import_module("algorithms.dapo")
     ctx, asked = context("modal", lambda tokens: float(tokens[0])), []
 
@@ -341,7 +338,7 @@ def test_dapo_trains_on_the_group_that_took_a_uniform_ones_place(own_seed):
     assert ctx.metrics == {"reward": [3.0, 4.0], "resamples": 1}
 
 
-def test_a_critic_that_tells_no_two_tokens_apart_gives_no_signal():
+def test_equal_advantages_from_the_critic_give_no_signal():
     module = importlib.import_module("algorithms.ppo_critic")
     ctx = context("modal", lambda tokens: 1.0)
     ctx.client.run_operation = lambda run, kind, payload: {"outputs": [{"values": [0.0, 0.5]}] * 2}
@@ -355,44 +352,32 @@ ONE_PROVIDER = [name for name in FILES if [file for file, _ in PROVIDERS].count(
 
 
 @pytest.mark.parametrize("name", ONE_PROVIDER)
-def test_the_provider_that_can_not_represent_the_loss_is_refused_before_anything_exists(name, tmp_path):
+def test_a_provider_without_the_loss_is_refused_before_anything_is_created(name, run_loop, tmp_path):
     [provider] = {"modal", "tinker"} - {provider for file, provider in PROVIDERS if file == name}
-    command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), "--build-loss", f"algorithms.{name}:build_loss"]
-    done = subprocess.run(
-        [*command, "--provider", provider, "--local"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and f"not advertised by {provider}" in done.stderr
+    done = run_loop("rl_loop", "--build-loss", f"algorithms.{name}:build_loss", "--provider", provider, "--local")
+    check_refused(done, f"not advertised by {provider}")
     assert list(tmp_path.iterdir()) == []
 
 
-# Shown to learn: the command of the issue, as a process.
+# Learning
 
 
 def trained(name, provider, seed, rank, folder):
-    """(rewards of all cycles, clip fractions, bytes of the adapter); the time goes with the rank, the learning not."""
-    arguments = [
-        "--build-loss",
-        f"algorithms.{name}:build_loss",
-        "--provider",
-        provider,
-        "--seed",
-        str(seed),
-        "--local",
-    ]
-    arguments += ["--cycles", "40", "--learning-rate", "0.1", "--updates", str(UPDATES[name])]
+    """Return the rewards of all cycles, the clip fractions, and the adapter. A low rank only saves time."""
+    arguments = ["--build-loss", f"algorithms.{name}:build_loss", "--provider", provider, "--seed", str(seed)]
+    arguments += ["--local", "--cycles", "40", "--learning-rate", "0.1", "--updates", str(UPDATES[name])]
     arguments += ["--lora-rank", str(rank), "--metrics", "metrics.jsonl"]
-    command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments]
+    command = [sys.executable, str(EXAMPLES / "rl_loop.py"), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [adapter] = (folder / ".whitney_local" / "adapters").glob("*/adapter_model.safetensors")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    cycles = [line for line in lines if "cycle" in line]
+    cycles = metrics_of(folder / "metrics.jsonl")
     rewards = [cycle["reward/mean"] for cycle in cycles]
     return rewards, [cycle.get("clip_frac", 0.0) for cycle in cycles], adapter.read_bytes()
 
 
 def train_all(jobs, tmp_path_factory):
-    """Two at a time: that is what the machine of a CI has."""
+    """Train two at a time, for two cores."""
     folders = [tmp_path_factory.mktemp("-".join(map(str, job))) for job in jobs]
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(jobs, pool.map(lambda job, folder: trained(*job, folder), jobs, folders), strict=True))
@@ -427,22 +412,17 @@ def test_every_file_learns_on_every_provider_for_every_seed(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_a_critic_learns_is_clipped_and_leaves_no_run_open_beside_the_policys(tmp_path):
+def test_a_critic_learns_is_clipped_and_leaves_no_run_open_beside_the_policys(run_loop, remote, tmp_path):
     """The critic's run is a second one of the same model: in the end both have finished, and the session is closed."""
-    with serve(tmp_path) as service:
-        arguments = ["--build-loss", "algorithms.ppo_critic:build_loss", "--base-url", service.base_url, "--model", "m"]
-        arguments += ["--sample-json", str(ROOT / "examples" / "sample.json"), "--lora-rank", "2", "--cycles", "4"]
-        arguments += ["--seed", "1", "--metrics", str(tmp_path / "critic.jsonl")]
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments],
-            env={"WHITNEY_API_KEY": service.api_key, "PATH": ""}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        session = WhitneyClient(service.base_url, service.api_key).session(json.loads(done.stdout)["session_id"])
+    arguments = ["--build-loss", "algorithms.ppo_critic:build_loss", "--model", "m", "--lora-rank", "2", "--seed", "1"]
+    arguments += ["--sample-json", EXAMPLES / "sample.json", "--cycles", "4", "--metrics", "critic.jsonl"]
+    done = run_loop("rl_loop", *arguments, **training_on(remote))
+    assert done.returncode == 0, done.stderr
+    session = WhitneyClient(remote.base_url, remote.api_key).session(done.summary["session_id"])
     assert (session["status"], [run["status"] for run in session["runs"]]) == ("closed", ["finished", "finished"])
     assert [run["model"] for run in session["runs"]] == ["m", "m"]
-    cycles = [json.loads(line) for line in (tmp_path / "critic.jsonl").read_text().splitlines()]
-    losses = [cycle["critic/loss"] for cycle in cycles if "cycle" in cycle]
+    cycles = metrics_of(tmp_path / "critic.jsonl")
+    losses = [cycle["critic/loss"] for cycle in cycles]
     assert losses[-1] < losses[0] / 2
     assert any(cycle.get("critic/clip_frac", 0) > 0 for cycle in cycles)
 

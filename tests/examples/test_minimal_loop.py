@@ -6,12 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "minimal_loop.py"
+from loop_runs import EXAMPLES, ROOT
+
+SCRIPT = EXAMPLES / "minimal_loop.py"
 
 
 def run(script, folder, **environment):
