@@ -466,6 +466,16 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path, number):
         assert (process.returncode, rest) == (0, ("", ""))
 
 
+def test_the_command_ends_without_a_traceback_while_its_engine_loads(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        'import threading\n\ndef make():\n    print("loading", flush=True)\n    threading.Event().wait()\n'
+    )
+    with command(tmp_path, "--engine", "mine:make", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}") as process:
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=WAIT_S) == ("", "") and process.returncode == 0
+
+
 def test_the_command_serves_another_engine(tmp_path):
     options = ["--engine", "whitney_loop.local.byte_lm:ByteLMBackend"]
     with command(tmp_path, "--port", "0", *options) as process:

@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_
         backend = load_backend(options.engine, options.engine_option) if options.engine else None
     except ValueError as error:
         return _failed(f"error: {error}")
+    except KeyboardInterrupt:  # a model may take minutes to load
+        return 0
     try:
         service = Service(options.storage, backend)
     except OSError as error:
