@@ -100,8 +100,9 @@ def check_operation(kind: str, payload: JSONObject, *, at_sampler: bool, provide
     try:
         _check_kind(kind, at_sampler)
         if kind in ("forward", "forward_backward"):
-            _check_loss(payload.get("loss_function"), provider, backend)
+            _check_advertised(payload.get("loss_function"), provider)
             check_payload(payload, provider, kind=kind)
+            _check_computed(payload["loss_function"], provider, backend)
             for index, datum in enumerate(payload["data"]):
                 targets = datum["loss_inputs"]["target_tokens"]["values"]
                 _check_text(f"data[{index}].input.token_ids", datum["input"]["token_ids"], backend)
@@ -133,13 +134,16 @@ def _check_kind(kind: str, at_sampler: bool) -> None:
         raise ValueError(f"kind {shown(kind)} is unknown; expected one of {', '.join(here)}")
 
 
-def _check_loss(loss: object, provider: str, backend: Backend) -> None:
+def _check_advertised(loss: object, provider: str) -> None:
     if not isinstance(loss, str):
         return  # check_payload rejects it
     try:
         require_advertised_loss(provider, loss)
     except ValueError as error:
         raise ServiceError(422, "unsupported_loss", str(error)) from error
+
+
+def _check_computed(loss: str, provider: str, backend: Backend) -> None:
     if loss not in backend.losses:
         computed = ", ".join(sorted(LOSS_SUPPORT[provider] & backend.losses))
         raise ServiceError(
