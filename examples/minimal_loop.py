@@ -38,7 +38,7 @@ def decode(tokens: list[int]) -> str:
 
 
 def reward(text: str, answer: str) -> float:
-    """The share of letters that are right, 0…1."""
+    """Return the share of letters that are right, 0…1."""
     return sum(a == b for a, b in zip(text, answer, strict=False)) / len(answer)
 
 

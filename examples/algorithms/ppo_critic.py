@@ -39,7 +39,7 @@ CRITIC_RANK = 8
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    """A batch of one group."""
+    """Train on a batch of one group."""
     return build_batch_loss([sample], cycle, [request], ctx)
 
 

@@ -31,7 +31,7 @@ KL_COEF = 0.01
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    """A batch of one prompt."""
+    """Train on a batch of one prompt."""
     return build_batch_loss([sample], cycle, [request], ctx)
 
 

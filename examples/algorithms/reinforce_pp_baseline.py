@@ -38,7 +38,7 @@ RENEW_EVERY = 20  # cycles; a far reference holds the policy back
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:
-    """A batch of one group."""
+    """Train on a batch of one group."""
     return build_batch_loss([sample], cycle, [request], ctx)
 
 

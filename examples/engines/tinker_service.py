@@ -155,7 +155,7 @@ class TinkerRun:
             )
 
     def forward(self, payload: JSONObject) -> JSONObject:
-        """One forward; the loss is computed here."""
+        """Run one forward; the loss is computed here."""
         return _evaluated(payload, self._forward(payload["data"]))[0]
 
     def _forward(self, data: list[JSONObject]) -> list[list[float]]:
@@ -191,7 +191,7 @@ class TinkerRun:
             raise RuntimeError("the loss is not finite, and its gradient was added") from failure
 
     def optim_step(self, optimizer: JSONObject) -> JSONObject:
-        """One step by the server's AdamW."""
+        """Take one step by the server's AdamW."""
         if not self._has_gradient:
             raise EngineError("no_gradients", "optim_step needs a forward_backward since the last step")
         decay = optimizer["learning_rate"] * optimizer["weight_decay"]
@@ -205,7 +205,7 @@ class TinkerRun:
         return {"step": self._step} | ({"grad_norm": norms[0]} if norms else {})
 
     def sampler(self) -> TinkerSampler:
-        """A snapshot, which lives as long as the session."""
+        """Return a snapshot, which lives as long as the session."""
         sampling = self._wait(self._training.save_weights_and_get_sampling_client())
         return TinkerSampler(sampling, self._step, self._wait)
 
@@ -295,11 +295,11 @@ class TinkerSampler:
         return [None, *found[-later:]]  # some servers leave the first one out
 
     def close(self) -> None:
-        """It ends with the session of its run."""
+        """Do nothing: a sampler ends with the session of its run."""
 
 
 def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONObject, list[list[float]]]:
-    """The result of a forward, and d loss / d logprob of each datum."""
+    """Return the result of a forward, and d loss / d logprob of each datum."""
     loss_function, loss, clipped, counted = payload["loss_function"], 0.0, 0, 0
     slopes: list[list[float]] = []
     for index, (datum, p) in enumerate(zip(payload["data"], logprobs, strict=True)):
@@ -317,13 +317,13 @@ def _evaluated(payload: JSONObject, logprobs: list[list[float]]) -> tuple[JSONOb
 
 
 def _ratios_are_limited(datum: JSONObject) -> bool:
-    """Whether no ratio can exceed the limit that the contract's loss has: the server's loss has none."""
+    """Return whether no ratio can exceed the limit that the contract's loss has: the server's loss has none."""
     lowest: float = min(_values(datum, "logprobs")["logprobs"])
     return lowest >= -LOG_RATIO_LIMIT
 
 
 def _with_weighted_advantages(datum: JSONObject) -> JSONObject:
-    """The tensors of importance sampling on the server, where it has no weights."""
+    """Return the tensors of importance sampling as the server takes them: without weights."""
     tensors = _values(datum, "target_tokens", "logprobs", "advantages")
     weights = _values(datum, "weights")["weights"]
     return tensors | {"advantages": [w * a for w, a in zip(weights, tensors["advantages"], strict=True)]}
@@ -353,7 +353,7 @@ def _new_name() -> str:
 
 
 def _in_thread(call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-    """The future of a call that blocks without a limit, as the SDK does while it connects."""
+    """Return the future of a call that may block for ever, as the SDK does while it connects."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 

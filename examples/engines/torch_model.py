@@ -80,7 +80,7 @@ class BaseModel:
         return add_lora
 
     def shapes(self, rank: int) -> dict[str, list[int]]:
-        """The tensors of an adapter, in the order in which a run's vector of weights holds them."""
+        """Return the shapes of an adapter's tensors, in the order in which a run's vector of weights holds them."""
         shapes: dict[str, list[int]] = {}
         for name, layer in self.layers.items():
             inputs, outputs = layer.weight.shape if isinstance(layer, Conv1D) else layer.weight.shape[::-1]
@@ -88,7 +88,7 @@ class BaseModel:
         return shapes | {"value_head": [self.hidden_size]}
 
     def adapter(self, weights: torch.Tensor, rank: int) -> Adapter:
-        """A run's vector of weights as tensors of the model's type."""
+        """Return a run's vector of weights as tensors of the model's type."""
         shapes = self.shapes(rank)
         parts = weights.to(self.net.dtype).split([math.prod(shape) for shape in shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
@@ -108,7 +108,7 @@ class BaseModel:
     def score(
         self, texts: list[list[int]], targets: list[list[int]], *, values: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logprobs of the targets, float32 [texts, longest], and if asked the values at the same places.
+        """Return the logprobs of the targets, float32 [texts, longest], and if asked the values at the same places.
 
         Target i follows token i. Texts are padded on the right, where a causal model does not look.
         """
@@ -123,7 +123,7 @@ class BaseModel:
     def next_logits(
         self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any
     ) -> tuple[torch.Tensor, Any]:
-        """The logits after the last token, float32 [texts, vocabulary], and the cache with these tokens in it."""
+        """Return the logits after the last token, float32 [texts, vocabulary], and the cache with them in it."""
         arguments: dict[str, Any] = {self._cache_name: cache}
         if self._takes_positions:
             arguments["position_ids"] = positions
@@ -134,7 +134,7 @@ class BaseModel:
 
 
 def _decoder(model: str) -> Callable[[Sequence[int]], str] | None:
-    """Token ids to text, without special tokens; None if the model comes without a tokenizer."""
+    """Return a function from token ids to text, without special tokens; None if the model comes without a tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError):
@@ -160,7 +160,7 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
 
 
 def padded(rows: Sequence[list[int]]) -> list[list[int]]:
-    """The rows with zeros behind them, all of one length."""
+    """Return the rows with zeros behind them, all of one length."""
     longest = max(map(len, rows))
     return [row + [0] * (longest - len(row)) for row in rows]
 

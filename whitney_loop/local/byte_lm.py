@@ -196,7 +196,7 @@ class ByteLM:
         (folder / "adapter_config.json").write_text(config, encoding="utf-8")
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 class ByteLMSampler:
@@ -243,7 +243,7 @@ class ByteLMSampler:
         return [None, *(self._policy.logprobs(c)[token] for c, token in zip(contexts, tokens[1:], strict=True))]
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 class ByteLMBackend(Backend):

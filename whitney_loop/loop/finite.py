@@ -43,14 +43,14 @@ def _not_finite_in(output: Any, weights: Sequence[float]) -> str:
 
 
 def reported_loss(result: Mapping[str, Any]) -> Any:
-    """The loss in a result of ``forward_backward``; None if the service reports none."""
+    """Return the loss in a result of ``forward_backward``; None if the service reports none."""
     metrics = result.get("metrics")
     loss = result.get("loss")
     return metrics.get("loss:sum") if loss is None and isinstance(metrics, dict) else loss
 
 
 def is_not_finite(value: object) -> bool:
-    """Whether it is a number, but NaN, infinite or too large for a float."""
+    """Return whether it is a number, but NaN, infinite or too large for a float."""
     if not isinstance(value, (int, float)):
         return False
     try:

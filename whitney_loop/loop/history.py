@@ -152,7 +152,7 @@ def _open_samples(path: Path, history: History) -> LinesFile:
 
 
 def _without_lines(options: LoopOptions) -> History:
-    """No file says which cycle comes next: a new run, or one that ``--first-cycle`` places."""
+    """Return the History of a run without a metrics file: a new run, or one that begins at ``--first-cycle``."""
     path = options.metrics and options.metrics.absolute()  # the user's module may change the current folder
     if options.resume_from is None:
         return History(metrics=LinesFile("--metrics", path))

@@ -20,7 +20,7 @@ METRIC_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max
 
 
 def sample_metrics(samples: Sequence[Mapping[str, Any]]) -> Metrics:
-    """How the completions of all groups ended."""
+    """Return how the completions of all groups ended."""
     sequences = [sequence for sample in samples for sequence in sample["sequences"]]
     return {
         "completions/tokens": sum(len(sequence["tokens"]) for sequence in sequences),
@@ -60,7 +60,7 @@ def user_metrics(groups: Sequence[object]) -> tuple[Metrics, list[str]]:
 
 
 def _merged(name: str, values: Sequence[float | list[float] | str]) -> Metrics:
-    """One metric of all groups."""
+    """Return the values of one metric in all groups as one."""
     texts = [value for value in values if isinstance(value, str)]
     if texts:
         return {name: texts[-1]}
@@ -76,7 +76,7 @@ def _merged(name: str, values: Sequence[float | list[float] | str]) -> Metrics:
 
 
 def loss_metrics(result: Mapping[str, Any], gaps: Sequence[float]) -> Metrics:
-    """The metrics of one update: the loss, what the provider returned, and how far the trainer is from the sampler.
+    """Return the metrics of one update: the loss, the provider's own, and how far the trainer is from the sampler.
 
     ``gaps`` holds p − q of each token.
     """
@@ -90,7 +90,7 @@ def loss_metrics(result: Mapping[str, Any], gaps: Sequence[float]) -> Metrics:
 
 
 def ratio_metrics(gaps: Sequence[float]) -> Metrics:
-    """From p − q per token: estimates of KL(sampler ‖ trainer), the largest ratio, and the effective sample size.
+    """Return estimates of KL(sampler ‖ trainer), the largest ratio and the effective sample size, from p − q per token.
 
     With d = p − q and r = exp(d): k1 = mean(−d), k3 = mean(r − 1 − d), ess = (Σr)² / (n Σr²), which is 1 if all ratios
     are equal. Source: J. Schulman, "Approximating KL divergence"; A. Owen, "Monte Carlo theory", chapter 9.
@@ -109,12 +109,12 @@ def ratio_metrics(gaps: Sequence[float]) -> Metrics:
 
 
 def largest_gap(gaps: Iterable[Sequence[float]]) -> float | None:
-    """The largest mean of |p − q| over one completion, from ``logprob_gaps``; None if there are no outputs."""
+    """Return the largest mean of |p − q| over one completion, from ``logprob_gaps``; None if there are no outputs."""
     return max((fmean(list(map(abs, of_datum))) for of_datum in gaps if of_datum), default=None)
 
 
 def logprob_gaps(payload: Payload, result: Mapping[str, Any]) -> list[list[float]]:
-    """p − q of each token with a weight, one list per datum; empty if the outputs do not fit the payload."""
+    """Return p − q of each token with a weight, one list per datum; empty if the outputs do not fit the payload."""
     gaps = []
     for tensors, trained in _tensors_and_logprobs(payload, result):
         if "logprobs" not in tensors or not are_numbers(trained):
@@ -125,7 +125,7 @@ def logprob_gaps(payload: Payload, result: Mapping[str, Any]) -> list[list[float
 
 
 def mean_loss(payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean of −logprob over the tokens with a weight, from the outputs: independent of a provider's reduction.
+    """Return the mean of −logprob over the tokens with a weight, from the outputs, whatever the provider's reduction.
 
     None if the outputs do not fit the payloads.
     """
@@ -143,7 +143,7 @@ def mean_loss(payloads: Sequence[Payload], results: Sequence[Mapping[str, Any]])
 
 
 def _tensors_and_logprobs(payload: Payload, result: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[Any]]]:
-    """Per datum its tensors and the trainer's logprobs; empty if the outputs do not fit the payload."""
+    """Return the tensors and the trainer's logprobs of each datum; empty if the outputs do not fit the payload."""
     outputs = result.get("outputs")
     outputs = outputs if isinstance(outputs, list) else []
     logprobs: list[Any] = [output.get("logprobs") if isinstance(output, dict) else None for output in outputs]
@@ -154,13 +154,15 @@ def _tensors_and_logprobs(payload: Payload, result: Mapping[str, Any]) -> list[t
 
 
 def trained_tokens(payload: Payload) -> int:
-    """The number of tokens with a weight: those that the loss is summed over."""
+    """Return the number of tokens with a weight: those that the loss is summed over."""
     weights = [datum["loss_inputs"]["weights"]["values"] for datum in payload["data"]]
     return sum(len(of_datum) - of_datum.count(0) for of_datum in weights)
 
 
 def merged_results(parts: Sequence[Payload], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The results of a payload's parts as one: sums added up, maxima and minima kept, of the rest the tokens' mean."""
+    """Return the results of a payload's parts as one.
+
+    Sums are added up, maxima and minima are kept, and other metrics become their mean over the tokens."""
     if len(results) == 1:
         return results[0]
     merged: dict[str, Any] = {}
@@ -182,13 +184,13 @@ def merged_results(parts: Sequence[Payload], results: Sequence[dict[str, Any]]) 
 
 
 def _returned(result: Mapping[str, Any]) -> Metrics:
-    """The provider's own metrics; none if they are not an object."""
+    """Return the provider's own metrics; none if they are not an object."""
     metrics = result.get("metrics")
     return metrics if isinstance(metrics, dict) else {}
 
 
 def plain(value: Any) -> float | list[float] | str | None:
-    """A number, a list of numbers, or the text of anything else; None for no value."""
+    """Return a number, a list of numbers, or the text of anything else; None for no value."""
     value = value.tolist() if hasattr(value, "tolist") else value  # of numpy or torch, a scalar or an array
     if value is None:
         return None
@@ -203,10 +205,10 @@ def plain(value: Any) -> float | list[float] | str | None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number; True and False are none."""
+    """Return whether it is a number; True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def are_numbers(values: Iterable[object]) -> bool:
-    """Whether all values, which come from JSON, are numbers."""
+    """Return whether all values, which come from JSON, are numbers."""
     return set(map(type, values)) <= {int, float}

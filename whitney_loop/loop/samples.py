@@ -157,7 +157,7 @@ def _rank(completion: Completion) -> float:
 
 
 def best_and_worst(group: Sequence[Completion], count: int | None) -> list[Completion]:
-    """``count`` of the group, in its order: the best, the worst, the second best, the second worst and so on."""
+    """Return ``count`` of the group, in its order: the best, the worst, the second best, the second worst and so on."""
     if count is None or count >= len(group):
         return list(group)
     ranked = sorted(range(len(group)), key=lambda index: _rank(group[index]))

@@ -26,19 +26,19 @@ class EndedBySignal(KeyboardInterrupt):
 
 
 def handle_signals() -> None:
-    """From now on a signal raises EndedBySignal in the main thread. One that is ignored, as under nohup, stays so."""
+    """Let a signal raise EndedBySignal in the main thread. One that is ignored, as under nohup, stays so."""
     _received.clear()
     _handled[:] = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     _set(_raise)
 
 
 def ignore_signals() -> None:
-    """From now on a signal does nothing: all is closed, or reported as open, and the summary is to be printed."""
+    """Let a signal do nothing: all is closed, or reported as open, and the summary is to be printed."""
     _set(signal.SIG_IGN)
 
 
 def restore_default_signals() -> None:
-    """From now on a signal ends the process at once, even if threads of the user's code never end."""
+    """Let a signal end the process at once, even if threads of the user's code never end."""
     _set(signal.SIG_DFL)
 
 

@@ -161,7 +161,7 @@ def _call(
 
 
 def has_signal(payload: Payload) -> bool:
-    """False if the gradient is 0 whatever the weights are: a step would only be billed, and decay the weights."""
+    """Return False if the gradient is 0 for any weights: a step would only be billed, and decay the weights."""
     if payload["loss_function"] not in ZERO_GRADIENT_WITHOUT_ADVANTAGE:
         return True
     tensors = [datum["loss_inputs"] for datum in payload["data"]]

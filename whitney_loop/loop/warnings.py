@@ -37,7 +37,7 @@ class Warnings:
             )
 
     def sampling(self, requests: Sequence[Mapping[str, Any]], loss_function: str | None) -> None:
-        """An importance ratio assumes that the tokens were drawn from the policy itself."""
+        """Warn if the tokens are not drawn from the policy itself, as an importance ratio assumes."""
         for request in requests:
             params = request["sampling_params"]
             other = [name for name, neutral in NEUTRAL.items() if params.get(name, neutral) != neutral]
