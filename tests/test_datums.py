@@ -278,3 +278,8 @@ def test_the_completions_part_of_a_result_is_cut_at_the_prompt():
         completion_logprobs({"logprobs": [None, -0.2]}, [1, 2, 3])
     with pytest.raises(ValueError, match=r"result.logprobs\[2\] is None"):
         completion_logprobs({"logprobs": [None, -0.2, None]}, [1, 2])
+
+
+def test_a_text_in_place_of_token_ids_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match="prompt_tokens is the text 'hello', expected a sequence of numbers: tokenize"):
+        rl_datum("hello", [1], [-1.0], 0.5)

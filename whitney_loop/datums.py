@@ -266,7 +266,9 @@ def _token_id(value: Any, where: str) -> int:
 
 def _listed(values: Any, where: str) -> list[Any]:
     values = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    if isinstance(values, str):
+        raise ValueError(f"{where} is the text {_show(values)}, expected a sequence of numbers: tokenize it first")
+    if not isinstance(values, Iterable):
         raise ValueError(f"{where} is {_show(values)}, expected a sequence")
     return list(values)
 

@@ -469,7 +469,7 @@ def test_the_adapter_is_the_model(tmp_path):
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
     tensors, metadata = safetensors_file.read((tmp_path / "adapter_model.safetensors").read_bytes())
-    assert metadata == {"format": "pt"}
+    assert metadata == {"format": "pt", "rehearsed_model": "some/model"}
     a_shape, a = tensors["base_model.model.bigram.lora_A.weight"]
     b_shape, b = tensors["base_model.model.bigram.lora_B.weight"]
     assert (a_shape, b_shape) == ([4, 514], [257, 4])
@@ -489,7 +489,7 @@ def test_the_adapters_files_and_config_are_what_peft_reads(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA"
-    assert config["base_model_name_or_path"] == "some/model"
+    assert config["base_model_name_or_path"] == "byte-lm"  # not the model that it stands in for
     assert config["target_modules"] == ["bigram"]
     assert (config["r"], config["lora_alpha"]) == (4, 2)
 

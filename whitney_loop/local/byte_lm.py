@@ -188,11 +188,12 @@ class ByteLM:
             f"{layer}.lora_B.weight": safetensors.Tensor([VOCABULARY, self._rank], flat(self._policy.b)),
         }
         try:
-            content = safetensors.encode(tensors, {"format": "pt"})  # PEFT rejects a file without this metadata
+            # PEFT rejects a file without "format". The model that was rehearsed is not the base of these weights.
+            content = safetensors.encode(tensors, {"format": "pt", "rehearsed_model": base_model})
         except OverflowError as error:
             raise EngineError("non_finite_export", f"a weight does not fit into F32: {error}") from error
         (folder / "adapter_model.safetensors").write_bytes(content)
-        config = json.dumps(_peft_config(self._rank, base_model), indent=2)
+        config = json.dumps(_peft_config(self._rank), indent=2)
         (folder / "adapter_config.json").write_text(config, encoding="utf-8")
 
     def close(self) -> None:
@@ -297,11 +298,11 @@ def _numbers(state: Mapping[str, Any], name: str, rank: int) -> list[float]:
     return values
 
 
-def _peft_config(rank: int, base_model: str) -> JSONObject:
+def _peft_config(rank: int) -> JSONObject:
     return {
         "peft_type": "LORA",
         "task_type": None,  # PEFT's task types are for models of transformers; this model is a single layer
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": ByteLMBackend.name,
         "target_modules": ["bigram"],
         "r": rank,
         "lora_alpha": LORA_ALPHA,
