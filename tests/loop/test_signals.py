@@ -5,7 +5,9 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -278,3 +280,26 @@ def test_the_state_is_saved_although_an_interrupted_operation_arrives_late(
     interrupt_at({})
     again = ("--resume-from", summary["state_id"], "--first-cycle", "1")
     assert adapter_of(loop(service, 1, *again)[1]) == expected
+
+
+def test_a_signal_that_reaches_a_forked_process_at_its_first_moment_ends_it():
+    """Hooks of a fork run in their order in the child, so that the first one is earlier than the loop's."""
+    code = """
+import os, signal
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+from whitney_loop.loop.signals import handle_signals
+handle_signals()
+child = os.fork()
+if child == 0:
+    os._exit(0)
+print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == f"{signal.SIGTERM:d}\n"

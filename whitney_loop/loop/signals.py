@@ -58,6 +58,22 @@ def _raise(number: int, _: object) -> None:
     raise EndedBySignal(_received[0])  # a second one ends the waiting; the loop was ended by the first
 
 
+def _hold_signals() -> None:
+    if _handled:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _handled)
+
+
+def _release_signals() -> None:
+    if _handled:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _handled)
+
+
+def _end_child_by_signals() -> None:
+    restore_default_signals()
+    _release_signals()
+
+
 if hasattr(os, "register_at_fork"):
-    # A worker that the user's code forks must end when it is told to, and print no traceback.
-    os.register_at_fork(after_in_child=restore_default_signals)
+    # A worker that the user's code forks must end when it is told to, and print no traceback. A signal that comes
+    # before it has the default actions is held until then: otherwise it would be lost.
+    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_end_child_by_signals)
