@@ -2,10 +2,11 @@
 
     python examples/distillation_loop.py --cycles 60 --learning-rate 0.1
 
-The teacher is resumed from ``--teacher-state`` (a ``state_id`` of ``save_state``), or trained first by SFT on
-``--teacher-data``. The advantage of a token is the teacher's logprob − the student's, under ``importance_sampling``:
-its expectation is −KL(student ‖ teacher), which the progress shows as ``kl/k1``, the mean over the sampled tokens. The
-whole cycle is in ``train`` of distillation_loop.py. Source: Whitney's page "Distillation"; arXiv 2306.13649.
+The teacher is resumed from ``--teacher-state`` (a ``state_id`` of ``save_state``), or first trained by supervised
+fine-tuning on ``--teacher-data``. The advantage of a token is the teacher's logprob − the student's, and the loss is
+``importance_sampling``. The progress shows ``kl/k1``, the mean over the sampled tokens of the student's logprob − the
+teacher's: an estimate of KL(student ‖ teacher), which falls as the student learns. The whole cycle is in ``train`` of
+distillation_loop.py. Source: Whitney's page "Distillation"; arXiv 2306.13649.
 
 Exit codes: 0 trained; 1 failed; 2 usage; 130 Ctrl-C; 143 SIGTERM; 129 SIGHUP.
 """
@@ -59,11 +60,11 @@ COMMAND = "python examples/distillation_loop.py"
 class Options(LoopOptions):
     """The options of this loop, beside those of every loop (whitney_loop/loop/options.py)."""
 
-    teacher_state: str | None = option(None, "a saved state of it, of this rank", group="teacher", metavar="STATE_ID")
+    teacher_state: str | None = option(None, "its saved state, of the same rank", group="teacher", metavar="STATE_ID")
     teacher_data: Path | None = option(None, "examples to train it on first", group="teacher", metavar="FILE.jsonl")
     teacher_epochs: int = option(3, "passes over --teacher-data", group="teacher", at_least=1)
-    sample_json: Path | None = option(None, "payloads of sample, one per cycle", group="data", metavar="FILE")
-    cycles: int = option(2, "how many to train, from the first or the resumed one", group="data", at_least=1)
+    sample_json: Path | None = option(None, "prompt file; each cycle takes one prompt", group="data", metavar="FILE")
+    cycles: int = option(2, "cycles to train, from the first or the resumed one", group="data", at_least=1)
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:

@@ -1,7 +1,7 @@
 """GRPO. The reward is that of ``--reward``; without it, the share of lowercase vowels in the completion.
 
-A = (reward − group mean) / group deviation, the population's, and Whitney's ``importance_sampling`` loss, on either
-provider. Source: Whitney's page "GRPO"; arXiv 2402.03300. Run it:
+A = (reward − group mean) / population deviation of the group, with Whitney's loss ``importance_sampling``, which both
+providers have. Divisor: none, a sum over tokens. Source: Whitney's page "GRPO"; arXiv 2402.03300. Run it:
 
     python examples/rl_loop.py --build-loss grpo_build_loss:build_loss --cycles 40 --learning-rate 0.1
 """

@@ -3,7 +3,7 @@
     python examples/minimal_loop.py
 
 It trains on the embedded service in about 10 seconds. The task fits the embedded model: it sees only the last two
-tokens (bytes), so the prompts differ there; it begins with random letters, so the reward gives part marks for a word.
+tokens (bytes), so the prompts differ there. It begins with random letters, so the reward counts right letters.
 """
 
 import sys

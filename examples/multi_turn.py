@@ -30,7 +30,7 @@ SEEDS = 2**31  # seeds stay below it, so that they fit into an int32
 
 @dataclass
 class Walk:
-    """The goal, the text so far as spans of (tokens, logprobs), None for those of the game, and the position."""
+    """One walk. ``spans``: the text so far as (tokens, logprobs), without logprobs for those of the game."""
 
     goal: int
     spans: list[tuple[list[int], list[float] | None]]

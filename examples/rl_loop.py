@@ -1,4 +1,4 @@
-"""The reference RL loop: you own the prompts, the reward and the loss; a Whitney service samples and trains.
+"""The reference RL loop: you write the prompts, the reward and the loss; a Whitney service samples and trains.
 
     python examples/rl_loop.py --build-loss grpo_build_loss:build_loss --cycles 40 --learning-rate 0.1
 
@@ -61,10 +61,10 @@ class Options(LoopOptions):
     )
     reward_threads: int = option(1, "rewards to compute side by side", group="loss and data", at_least=1)
     sample_json: Path | None = option(
-        None, "payloads of sample; default on the embedded service: an example", group="loss and data", metavar="FILE"
+        None, "prompt file; default on the embedded service: an example", group="loss and data", metavar="FILE"
     )
-    batch_size: int = option(1, "requests per cycle", group="loss and data", at_least=1)
-    cycles: int = option(2, "how many to train, from the first or the resumed one", group="loss and data", at_least=1)
+    batch_size: int = option(1, "prompts per cycle", group="loss and data", at_least=1)
+    cycles: int = option(2, "cycles to train, from the first or the resumed one", group="loss and data", at_least=1)
     eval_json: Path | None = option(
         None, "held-out prompts, sampled without training", group="evaluation", metavar="FILE"
     )
@@ -75,7 +75,7 @@ class Options(LoopOptions):
     updates: int = option(1, "passes over the samples of each cycle", group="optimizer", at_least=1)
     minibatches: int = option(1, "optimizer steps of a pass, on shuffled samples", group="optimizer", at_least=1)
     max_datums: int | None = option(
-        None, "data in one forward_backward; default: all of an optimizer step", group="optimizer", at_least=1
+        None, "most completions in one forward_backward; default: no limit", group="optimizer", at_least=1
     )
 
     show_every: int | None = option(
@@ -85,7 +85,7 @@ class Options(LoopOptions):
         None, "write a line per completion, with its text and reward (see plot)", group="texts", metavar="FILE.jsonl"
     )
     samples_per_group: int | None = option(
-        None, "write only N of each group: the best, the worst and so on", group="texts", metavar="N", at_least=1
+        None, "write only N of each group, the best and the worst first", group="texts", metavar="N", at_least=1
     )
 
 

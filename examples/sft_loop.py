@@ -2,9 +2,9 @@
 
     python examples/sft_loop.py --learning-rate 0.1 --epochs 3
 
-A line of ``--data`` is ``{"prompt": …, "completion": …}``, each a list of token ids, or on the embedded service a text
-(its bytes; a completion that is text gets the end token, 256). The loss is ``cross_entropy`` on the completions.
-A cycle is one optimizer step. The whole loop is in ``train`` of sft_loop.py.
+A line of ``--data`` is ``{"prompt": …, "completion": …}``. Each is a list of token ids. On the embedded service it may
+also be a text: its bytes are the tokens, and a completion then ends with the end token, 256. The loss is
+``cross_entropy`` on the completions. A cycle is one optimizer step. The whole loop is in ``train`` of sft_loop.py.
 
 Exit codes: 0 trained; 1 failed; 2 usage; 130 Ctrl-C; 143 SIGTERM; 129 SIGHUP.
 """
@@ -55,7 +55,7 @@ class Options(LoopOptions):
         None, "examples whose loss is printed before and after the training", group="data", metavar="FILE.jsonl"
     )
     batch_size: int = option(8, "examples per optimizer step", group="data", at_least=1)
-    epochs: int = option(1, "passes over the data, with those before a resumption", group="data", at_least=1)
+    epochs: int = option(1, "passes over the data, including those before resuming", group="data", at_least=1)
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = COMMAND) -> int:

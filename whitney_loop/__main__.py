@@ -20,21 +20,21 @@ from whitney_loop.errors import ConfigurationError, WhitneyError, redacted
 from whitney_loop.lifecycle import close_everything
 from whitney_loop.wire import is_id
 
-DESCRIPTION = """Train by Whitney's API; without a base URL, rehearse on an embedded service, where nothing is billed.
+DESCRIPTION = """Train through Whitney's API. Without a base URL, rehearse on an embedded service: nothing is billed.
 
     {prog} train --build-loss grpo_build_loss:build_loss --cycles 40 --learning-rate 0.1
 
 commands:
-  train    reinforcement learning: you write one function, which turns samples into what to train on
+  train    reinforcement learning, with a reward or a loss that you write
   sft      supervised fine-tuning on prompts and completions
   distill  on-policy distillation from a frozen teacher
-  plot     draw what --metrics wrote as one HTML page
+  plot     draw the metrics of runs as one HTML page
   serve    run the embedded service alone, for any client
-  close    cancel what runs in a session, and close it
+  close    cancel the active runs of a session, and close it
 
 `{prog} COMMAND --help` explains a command, its options and its exit codes."""
 
-CLOSE_DESCRIPTION = """Cancel what runs in a session, wait until it has ended, and close the session.
+CLOSE_DESCRIPTION = """Cancel the active runs of a session, wait until they have ended, and close the session.
 
     {prog} ses-0123456789abcdef --base-url https://YOUR-WHITNEY-HOST
 

@@ -1,10 +1,10 @@
 """CISPO: the importance weight is clipped, not the token's gradient, so no token is dropped.
 
-−Σ sg(min(r, high))·logprob·A / tokens of the group, with A = (reward − group mean) / population deviation of the
-group; sg stops the gradient.
+−Σ sg(min(r, CLIP_HIGH))·logprob·A / tokens of the group, with r = exp(logprob − sampled logprob) and
+A = (reward − group mean) / population deviation of the group. sg stops the gradient.
 CISPO (MiniMax-M1), arXiv 2506.13585. Modal and Tinker. Updates: several (``--updates 4``).
 Divisor: the number of tokens of the group, as in the paper's formula (common code takes those of the batch).
-Constants: the low side is open, as in the paper; the paper gives no number for the high side, 1.2 is our choice.
+Constants: CLIP_LOW is 0, since the paper has no low limit; the paper gives no number for CLIP_HIGH, 1.2 is our choice.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from whitney_loop import (
 )
 
 LOSS_FUNCTION = "cispo"
-CLIP_LOW, CLIP_HIGH = 0.0, 1.2  # probability ratios; 0 is open
+CLIP_LOW, CLIP_HIGH = 0.0, 1.2  # probability ratios; 0: no limit
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """DAPO: more room to rise than to fall, no group without signal, and every token of a group weighs the same.
 
-−Σ min(r·A, clip(r)·A) / tokens of the group, with A = (reward − group mean) / population deviation of the group, and
-the high clip further away than the low one. A group with equal rewards teaches nothing and is replaced: the paper draws
-other prompts; this variant samples the same prompt again with another seed. Each such sample is billed.
+−Σ min(r·A, clip(r)·A) / tokens of the group, with r = exp(logprob − sampled logprob) and A = (reward − group mean) /
+population deviation of the group. The high clip is further from 1 than the low one. A group with equal rewards teaches
+nothing and is replaced: the paper draws other prompts; this variant samples the same prompt again with another seed.
+Each such sample is billed.
 DAPO, arXiv 2503.14476. Modal and Tinker. Updates: several (``--updates 4``).
 Divisor: the number of tokens of the group, as in the paper's formula (common code takes those of the batch).
 Constants: the clip range is the paper's; MOST_RESAMPLES is our choice. OVERLONG_TOKENS is 4,096 of 20,480 tokens in the
-paper, and off here, since nearly all completions of the embedded model reach ``max_tokens``.
+paper; it is off here, since nearly all completions of the embedded model reach ``max_tokens``.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ from whitney_loop import (
 
 LOSS_FUNCTION = "ppo"
 CLIP_LOW, CLIP_HIGH = 0.8, 1.28  # probability ratios
-OVERLONG_TOKENS = 0  # the last tokens before max_tokens, over which the reward falls by up to 1; 0 is off
+OVERLONG_TOKENS = 0  # over so many tokens before max_tokens the reward falls by up to 1; 0: off
 MOST_RESAMPLES = 2
 SEED_STRIDE = 1_000_003  # far from the seeds that people count up, so that no resample repeats a sample
 SEEDS = 2**31  # seeds stay below it, so that they fit into an int32

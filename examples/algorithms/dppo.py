@@ -1,10 +1,11 @@
 """DPPO: a token is masked by how far its probability has moved, not by its ratio, so rare tokens have room to move.
 
-−Σ m·r·A with A = (reward − group mean) / population deviation of the group. m = 0 if A > 0 and the probability has
-risen by more than delta_high, or if A < 0 and it has fallen by more than delta_low (binary total variation); else 1.
+−Σ m·r·A with r = exp(logprob − sampled logprob) and A = (reward − group mean) / population deviation of the group.
+m = 0 if A > 0 and the probability has risen by more than delta_high, or if A < 0 and it has fallen by more than
+delta_low (binary total variation); else m = 1.
 DPPO, arXiv 2602.04879. Modal. Updates: several (``--updates 4``).
 Divisor: none, a sum over tokens. Left out: the paper's division by a constant, the number of completions.
-Constants: the differences are those of SkyRL; verl has 0.15.
+Constants: delta_low and delta_high are those of the library SkyRL; the library verl has 0.15.
 """
 
 from typing import Any

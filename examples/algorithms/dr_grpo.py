@@ -1,7 +1,8 @@
 """Dr. GRPO: GRPO without the two divisions that bias it.
 
-−Σ min(r·A, clip(r)·A) with A = reward − group mean. It is not divided by the group's deviation, which favours prompts
-that are nearly solved or hopeless, nor by the length of the completion, which favours long wrong answers.
+−Σ min(r·A, clip(r)·A) with r = exp(logprob − sampled logprob), A = reward − group mean. A is not divided by the
+group's deviation, which favours prompts that are nearly solved or hopeless, nor by the length of the completion, which
+favours long wrong answers.
 Dr. GRPO, arXiv 2503.20783. Modal and Tinker. Updates: several (``--updates 4``).
 Divisor: none, a sum over tokens. Left out: the paper's division by a constant, the number of completions.
 Constants: the clip range is that of PPO's paper (0.2 on both sides).

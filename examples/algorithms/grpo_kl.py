@@ -4,8 +4,8 @@ A_t = (reward − group mean) / population deviation of the group − KL_COEF·(
 PPO's surrogate. The reference is a second run of the base model, which is never stepped; each completion costs a
 ``logprobs``. A group with equal rewards is skipped: its penalty has a gradient, but it would only pull back.
 GRPO, arXiv 2402.03300. Modal and Tinker. Updates: several (``--updates 4``).
-Divisor: none, a sum over tokens; the paper divides by the length of each completion and by their number. Otherwise than
-in the paper the KL is part of the advantage, and its estimate is that of one token (k1, there k3).
+Divisor: none, a sum over tokens; the paper divides by the length of each completion and by their number. In the paper
+the KL is a term of its own in the loss, with another estimate (k3); here it is a part of the advantage.
 Constants: KL_COEF is the paper's; the clip range is that of PPO's paper (0.2 on both sides).
 """
 

@@ -1,8 +1,8 @@
 """GSPO: one importance ratio for the whole completion, clipped very near 1.
 
 −Σ_i 1/|y_i| Σ_t min(s_i·A_i, clip(s_i)·A_i), s_i = exp(mean over the completion of (logprob − sampled logprob)),
-A = (reward − group mean) / population deviation of the group. The service sums over tokens, so 1/|y_i| is a factor of
-the advantage.
+A = (reward − group mean) / population deviation of the group, |y_i| tokens in completion i. The service sums over
+tokens, so 1/|y_i| is a factor of the advantage.
 GSPO, arXiv 2507.18071. Modal. Updates: several (``--updates 4``).
 Divisor: the length of each completion. Left out: the paper's division by a constant, the number of completions.
 Constants: the clip range is the paper's.
@@ -20,7 +20,7 @@ from whitney_loop import (
 )
 
 LOSS_FUNCTION = "gspo"
-CLIP_LOW, CLIP_HIGH = 1 - 3e-4, 1 + 4e-4  # ratios of sequences: means move far less than tokens
+CLIP_LOW, CLIP_HIGH = 1 - 3e-4, 1 + 4e-4  # of a completion's ratio, which moves far less than that of a token
 
 
 def build_loss(sample: dict[str, Any], cycle: int, request: dict[str, Any], ctx: LoopContext) -> dict[str, Any]:

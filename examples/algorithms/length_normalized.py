@@ -1,7 +1,8 @@
 """GRPO with its paper's length normalisation: every completion has the same weight, however long it is.
 
-−Σ_i 1/|y_i| Σ_t min(r·A_i, clip(r)·A_i) with A = (reward − group mean) / population deviation of the group. The service
-sums over tokens, so 1/|y_i| is a factor of the advantage.
+−Σ_i 1/|y_i| Σ_t min(r·A_i, clip(r)·A_i) with r = exp(logprob − sampled logprob), A = (reward − group mean) / population
+deviation of the group, and |y_i| tokens in completion i. The service sums over tokens, so 1/|y_i| is a factor of the
+advantage.
 GRPO, arXiv 2402.03300. Modal and Tinker. Updates: several (``--updates 4``).
 Divisor: the length of each completion. Left out: the paper's division by a constant, the number of completions, and
 its KL (``grpo_kl``). Constants: the clip range is that of PPO's paper (0.2 on both sides).

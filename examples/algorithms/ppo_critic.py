@@ -1,10 +1,11 @@
 """PPO with a critic: a second run in the same session learns the value of every prefix.
 
 The critic's values give GAE advantages, and the returns that it should learn. The policy is trained with PPO's clipped
-surrogate, A with mean 0 and population deviation 1 over all tokens of the batch; the critic with
-½·max((clip(v) − R)², (v − R)²), where clip keeps v within VALUE_CLIP of its old value. The reward comes with the last
-token. The batch is all groups of a cycle (``--batch-size``), so the loop calls ``build_batch_loss``; the critic takes
-its own updates on it, before the policy takes those of ``--updates``.
+surrogate, A with mean 0 and population deviation 1 over all tokens of the batch. The critic is trained with
+½·max((clip(v) − R)², (v − R)²): v is the value, R the return, and clip keeps v within VALUE_CLIP of its old value. The
+reward comes with the last token. The value after it is 0, even if the completion was cut off: our choice.
+The batch is all groups of a cycle (``--batch-size``), so the loop calls ``build_batch_loss``. The critic takes its own
+updates on it, before the policy takes those of ``--updates``.
 PPO, arXiv 1707.06347; GAE, arXiv 1506.02438. Modal, which alone has the critic's loss. Updates: several
 (``--updates 4``). Divisor: none, a sum over tokens. Left out: the entropy bonus of PPO's paper.
 Constants: the clip range and GAE_LAMBDA are those of PPO's paper; GAMMA is 1 since the reward comes at the end;

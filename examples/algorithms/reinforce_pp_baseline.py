@@ -5,8 +5,8 @@ and population deviation 1 over all tokens of the batch. The KL has the gradient
 ½·KL_COEF·(logprob − reference logprob)² on the first update; later the ratio and the clip act on it too.
 The batch is all groups of a cycle (``--batch-size``): the loop calls ``build_batch_loss``. A group with equal rewards
 is left out and does not count in mean and deviation: its zeros would make all other advantages larger, and the mean
-would give it an advantage for no reason. The reference is a second run that is never stepped: the base model, and after
-every RENEW_EVERY cycles the policy as it is then. Each completion costs a ``logprobs``.
+would give it an advantage for no reason. The reference is a second run that is never stepped: first the base model, and
+after every RENEW_EVERY cycles a copy of the policy. Each completion costs a ``logprobs``.
 REINFORCE++, arXiv 2501.03262. Modal and Tinker. Updates: several (``--updates 4``).
 Divisor: none, a sum over tokens.
 Constants: the clip range is that of PPO's paper (0.2 on both sides); KL_COEF and RENEW_EVERY are our choice

@@ -1,6 +1,7 @@
 """RLOO: REINFORCE with the other completions of the group as the baseline.
 
-−Σ r·A with A = reward − mean reward of the others; on the first update r = 1 and this is REINFORCE's gradient.
+−Σ r·A with r = exp(logprob − sampled logprob), A = reward − mean reward of the others. On the first update r = 1, and
+this is REINFORCE's gradient.
 RLOO, arXiv 2402.14740. Modal and Tinker. Updates: 1, as in the paper: nothing here clips.
 Divisor: none, a sum over tokens. Left out: the paper's division by a constant, the number of completions, and the KL
 penalty in its reward (``kl_adjust_advantages`` adds one, as in ``grpo_kl``). No constants.

@@ -9,13 +9,15 @@ model; the SDK keeps it alive, and it is finished when the run ends. What differ
 
 - The server must add a loss up, not average it. A forward at the start of each run compares its ``loss:sum``; if it
   differs or is not reported, the run fails. ``averages=true`` is for a server that divides by the length of each
-  sequence (SkyRL on JAX): that is undone, but it also divides by the number of sequences, which AdamW hardly sees.
-- ``cross_entropy`` and ``importance_sampling`` are computed there. Every other loss costs one more forward: with
-  today's logprobs as ``logprobs`` and minus the slopes as ``advantages``, importance sampling has its gradient.
+  sequence (SkyRL on JAX). The engine undoes that, but not the division by the number of sequences, which hardly
+  changes the steps of AdamW.
+- ``cross_entropy`` and ``importance_sampling`` are computed there. Every other loss costs one more forward and
+  is sent as importance sampling with the same gradient: ``logprobs`` are those of this forward, ``advantages`` are
+  minus the slopes, d loss / d logprob.
   There is no value head, so no ``ppo_critic``.
 - ``grad_clip_norm`` is refused unless you say ``clips_gradients=true``: Tinker clips, SkyRL on JAX ignores it.
 - ``grad_norm`` is missing if the server does not report one.
-- Weights cannot be looked at. If a step makes them NaN, it succeeds, and every later forward fails.
+- The engine cannot see the weights. If a step makes them NaN, it succeeds, and every later forward fails.
 - Equal seeds give equal samples only if the server's sampler does so.
 - A state names a checkpoint on the server, and is lost with it. An adapter is exported by the server and downloaded.
 """
@@ -46,7 +48,7 @@ from whitney_loop.local.engine import Backend, EngineError, JSONObject
 from whitney_loop.local.objectives import CLIPPING, LOG_RATIO_LIMIT, OBJECTIVES, evaluate
 
 _PROCEED_S = 1.0  # how often a run is asked whether it is being cancelled
-_CLOSE_S = 10.0  # a server that is gone would hold up the end of a run; the SDK tries on in the background
+_CLOSE_S = 10.0  # else a server that is gone delays the end of a run; the SDK keeps trying in the background
 _FLOAT32_MIN, _FLOAT32_MAX = 1.1754943508222875e-38, 3.4028234663852886e38
 
 
@@ -94,7 +96,7 @@ class TinkerBackend(Backend):
         """Return the result of an SDK's future; call ``proceed`` every second meanwhile.
 
         A queue may take hours, so that alone is no error. A server that for ``silence_s`` does not even say what it
-        can do is gone: ConnectionError. The SDK itself would ask it for ever.
+        can do is gone: ConnectionError. The SDK alone would ask for ever.
         """
         awaited = future.future() if hasattr(future, "future") else future
         question, asked = None, time.monotonic()

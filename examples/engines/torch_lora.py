@@ -2,10 +2,10 @@
 
     python -m whitney_loop.local --engine engines.torch_lora:make --engine-option model=FOLDER_OR_NAME
 
-Any causal language model that transformers loads is trained, on CUDA if there is one. ``torch_model.py`` has the base
-model that all runs share, and how texts become logprobs. This file has what a run keeps for itself: its LoRA weights
-are one vector, so a gradient, a moment of AdamW or a frozen copy is one vector too. Weights are never changed in
-place: a step makes new ones, and a sampler keeps those that it was made with.
+Any causal language model that transformers loads is trained, on CUDA if there is one. LoRA trains two small matrices
+beside each frozen layer. ``torch_model.py`` has the base model that all runs share, and how texts become logprobs. This
+file has what a run keeps for itself: its LoRA weights are one vector, so a gradient or a moment of AdamW is one vector
+too. Weights are never changed in place: a step makes new ones, and a sampler keeps those that it was made with.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from whitney_loop.local.objectives import CLIPPING, OBJECTIVES, Outcome, evaluat
 def make(model: str, batch_tokens: int = 2048, gradient_checkpointing: bool = False) -> Backend:
     """Load ``model``, a folder or a name on the model hub.
 
-    batch_tokens: the most tokens that are computed together, padding included; a text that is longer is computed
-    alone. A run that is cancelled waits for the batch that is being computed. gradient_checkpointing: train in less
-    memory, and slower.
+    batch_tokens: the most tokens in one batch, padding included; a longer text is a batch of its own. A cancelled run
+    ends after its current batch. gradient_checkpointing: train in less memory, but more slowly.
     """
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens is {batch_tokens}; expected 1 or more")
@@ -70,7 +69,7 @@ class TorchRun:
         generator = torch.Generator().manual_seed(seed)
         parts = []
         for name, shape in base.shapes(rank).items():
-            part = torch.zeros(shape)  # B and the value head: so training starts at the base model, and values at 0
+            part = torch.zeros(shape)  # B and the value head are 0: training starts at the base model
             if name.endswith("lora_A"):
                 bound = shape[1] ** -0.5  # as PEFT draws it
                 part.uniform_(-bound, bound, generator=generator)
@@ -204,7 +203,7 @@ class TorchRun:
 
 @dataclass
 class Text:
-    """A text that is being sampled: its prompt, how it ends, and random numbers of its own."""
+    """A text that is being sampled, with random numbers of its own."""
 
     request: int  # its place among the requests
     prompt: list[int]
@@ -263,7 +262,7 @@ class TorchSampler:
         return answers
 
     def _continue(self, texts: list[Text], temperature: float, top_k: int, top_p: float) -> None:
-        """Sample these texts to their ends. A prompt is computed once, and its texts then share what it gave."""
+        """Sample these texts to their ends. A prompt is computed once, for all its texts."""
         prompts = {text.request: text.prompt for text in texts}
         ones = [[1] * len(prompt) for prompt in prompts.values()]
         tokens, mask = (  # padded on the left, so that all texts go on at the same place
@@ -272,7 +271,7 @@ class TorchSampler:
         )
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         place = {request: row for row, request in enumerate(prompts)}
-        rows = [place[text.request] for text in texts]  # of the batch: the one that each text continues
+        rows = [place[text.request] for text in texts]  # the row of the batch that each text continues
         cache = None
         while texts:
             self._proceed()

@@ -1,4 +1,4 @@
-"""The language model of ``torch_lora.py``: one base model for all runs, with the LoRA layers of whoever computes."""
+"""The language model of ``torch_lora.py``: one base model; each run adds LoRA layers of its own."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class BaseModel:
         }
         for name, layer in self.layers.items():
             layer.register_forward_hook(self._lora_hook(name))
-        self._adapter: Adapter = {}  # read by the hooks, and changed only by whoever holds the lock
+        self._adapter: Adapter = {}  # read by the hooks, and changed only under the lock
         self._lock = threading.Lock()
         self._checkpointed: list[Any] = []
         if gradient_checkpointing:
@@ -145,12 +145,12 @@ def _decoder(model: str) -> Callable[[Sequence[int]], str] | None:
 
 
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of texts of about the same length, whose number times the longest one is at most ``batch_tokens``.
+    """Yield indices of texts of similar length, whose number times the longest length is at most ``batch_tokens``.
 
     A text that is longer than this is a batch of its own.
     """
     batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):  # so the newest one is the longest
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):  # so the newest is the longest
         if batch and (len(batch) + 1) * lengths[index] > batch_tokens:
             yield batch
             batch = []

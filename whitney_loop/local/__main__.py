@@ -21,8 +21,8 @@ DESCRIPTION = """Serve a model to any client of Whitney's API, until Ctrl-C.
 
     {prog} --port 8900
 
-It prints the two variables that a client reads, WHITNEY_BASE_URL and WHITNEY_API_KEY. If WHITNEY_API_KEY is set here,
-that key is used, else a new one. Without --engine the embedded byte-lm trains, and nothing is billed.
+It prints the two variables that a client reads, WHITNEY_BASE_URL and WHITNEY_API_KEY. If WHITNEY_API_KEY is already
+set, its key is kept; otherwise a new one is made. Without --engine it trains the tiny model byte-lm.
 
 Exit codes: 0 ended by Ctrl-C or SIGTERM; 2 usage, or the engine, the port or the storage cannot be used."""
 

@@ -50,8 +50,8 @@ class LoopOptions:
 
     provider: str = option("modal", "whose losses and rules apply", group="what to train", choices=sorted(LOSS_SUPPORT))
     model: str | None = option(None, "required unless the embedded service is used", group="what to train")
-    lora_rank: int = option(32, "rank of the trained adapter", group="what to train", at_least=1)
-    seed: int | None = option(None, "of adapter, sampling and data order; default: drawn", group="what to train")
+    lora_rank: int = option(32, "rank (size) of the LoRA adapter that is trained", group="what to train", at_least=1)
+    seed: int | None = option(None, "for adapter, sampling and data order; default: random", group="what to train")
 
     base_url: str | None = option(
         None, "service to train on; default: WHITNEY_BASE_URL", group="where to train", metavar="URL"
@@ -59,7 +59,7 @@ class LoopOptions:
     ca_file: str | None = option(
         None, "certificates (PEM) to trust instead of the system's", group="where to train", metavar="FILE"
     )
-    local: bool = option(False, "rehearse on the embedded service, whatever else is set", group="where to train")
+    local: bool = option(False, "rehearse on the embedded service, even if a URL is set", group="where to train")
     storage: Path | None = option(
         None, "folder of the embedded service; default: .whitney_local", group="where to train"
     )
@@ -70,12 +70,12 @@ class LoopOptions:
         metavar="MODULE:CALLABLE",
     )
     engine_option: Sequence[str] = option(
-        (), "an argument of that callable; repeatable", group="where to train", metavar="NAME=VALUE"
+        (), "an argument for --engine; repeatable", group="where to train", metavar="NAME=VALUE"
     )
     timeout: float = option(3600.0, "seconds that one operation may take", group="where to train")
 
     learning_rate: float | None = option(
-        None, f"of AdamW; default: what the engine suggests, else {LEARNING_RATE:g}", group="optimizer"
+        None, f"for AdamW; default: what the engine suggests, else {LEARNING_RATE:g}", group="optimizer"
     )
     optimizer: Sequence[str] = option(
         (), "grad_clip_norm, weight_decay, beta1, beta2 or eps; repeatable", group="optimizer", metavar="NAME=VALUE"
@@ -84,7 +84,7 @@ class LoopOptions:
     warmup: int = option(0, "cycles in which the learning rate rises", group="optimizer", at_least=0)
 
     stop_at: Sequence[str] = option(
-        (), "end once its mean of 3 cycles is at least VALUE; repeatable", group="when to stop", metavar="METRIC:VALUE"
+        (), "end when its mean over 3 cycles reaches VALUE; repeatable", group="when to stop", metavar="METRIC:VALUE"
     )
     token_budget: int | None = option(
         None, "end after N tokens, sampled plus trained, in this process", group="when to stop", at_least=1
@@ -114,14 +114,14 @@ class LoopOptions:
         metavar="STATE_ID",
     )
     first_cycle: int | None = option(
-        None, "the next cycle, if no metrics file tells it", group="metrics and resumption", metavar="N", at_least=0
+        None, "cycle to resume at, without a metrics file", group="metrics and resumption", metavar="N", at_least=0
     )
 
     dry_run: bool = option(
-        False, "check everything that needs no session, tell the cost, and stop", group="start and clean-up"
+        False, "check all that needs no session, print the largest cost, stop", group="start and clean-up"
     )
     journal: Path | None = option(
-        None, "file that names the session, to close it after a kill", group="start and clean-up", metavar="PATH"
+        None, "file that keeps the session id, for --recover after a kill", group="start and clean-up", metavar="PATH"
     )
     recover: bool = option(False, "first close the session that the journal names", group="start and clean-up")
 

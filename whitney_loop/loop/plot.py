@@ -18,9 +18,9 @@ DESCRIPTION = """Draw the curves of one or several runs, from the files of --met
 
     {prog} a.jsonl b.jsonl --output compare.html
 
-The reward comes first, then a chart per metric with all runs in it, what each one means, and the options of the runs.
-With a file of --samples, the best and the worst text of each cycle stand beside the reward. The page needs no network
-and no other file: open it in any browser. A run may still be training.
+The page shows the reward first, then one chart per metric with all runs in it and its meaning, then the options of the
+runs. With a file of --samples, the best and the worst text of each cycle stand beside the reward. The page needs no
+network and no other file: open it in any browser. A run may still be training.
 
 Exit codes: 0 the page is written; 2 usage, or a file cannot be read or written."""
 
@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m whitney_
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl", help="a file of --metrics; one per run")
     about = "a file of --samples, one per run in their order; default: those that the runs wrote"
     parser.add_argument("--samples", action="append", default=[], type=Path, metavar="FILE.jsonl", help=about)
-    parser.add_argument("--output", type=Path, default=Path("metrics.html"), help="default: metrics.html")
+    parser.add_argument(
+        "--output", type=Path, default=Path("metrics.html"), metavar="FILE.html", help="default: metrics.html"
+    )
     options = parser.parse_args(arguments)
     if len(options.samples) > len(options.files):
         parser.error(f"--samples: {len(options.samples)} files for {len(options.files)} runs")

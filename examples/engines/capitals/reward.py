@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-LONGEST = 64  # letters: about as many as MAX_TOKENS of capitals/prompts.py are
+LONGEST = 64  # characters: about as many as MAX_TOKENS tokens of capitals/prompts.py
 
 
 @functools.cache

